@@ -1,0 +1,37 @@
+# make test        what CI runs: lint, types, tests
+# make test-long   the tests that take minutes each
+# make mutants     break the core in named ways and see which law catches each
+# make bench       forward + backward time of routed models beside their FLOPs
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.PHONY: test test-long lint mutants bench clean
+
+test: lint
+	$(BIN)/pytest -m "not long"
+
+test-long: $(INSTALLED)
+	$(BIN)/pytest -m long
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+mutants: $(INSTALLED)
+	$(BIN)/python -m tests.mutants
+
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/forward_backward.py
+
+# torch first and alone: resolved together with others, it may come as a newer build.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "modepth needs Python 3.11 or newer; set PYTHON=...")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet -c constraints.txt torch
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis dist

@@ -1,0 +1,110 @@
+"""Mixture-of-Depths around a block of one's own."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from modepth.config import Mode, RoutingConfig
+from modepth.routing import Router, Routing, apply_routed, real_tokens
+
+
+class MixtureOfDepths(nn.Module):
+    """Routes tokens around any block that maps (B, T, D) to (B, T, D) and contains its residual.
+
+    The block sees only the chosen tokens, (B, K, D), in order of position. Whatever else it takes
+    travels by keyword, declared by name, never guessed from sizes:
+
+    per_token   (B, T, ...), or (1, T, ...) shared by the rows: positions, segment ids
+    per_pair    (B, ..., T, T), queries then keys, or with 1 for B: attention masks and biases
+    shared      handed on as it is
+    valid_name  the keyword by which the block receives the (B, K) mask of slots that take part.
+                A causal block needs none, since invalid slots come last; any other block must
+                keep its tokens from looking at them.
+
+    >>> import torch
+    >>> class Block(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.mix = nn.Linear(16, 16)
+    ...     def forward(self, x, positions):
+    ...         return x + self.mix(x) * positions[..., None].cos()
+    >>> layer = MixtureOfDepths(Block(), dim=16, routing=RoutingConfig(capacity=0.25), per_token=["positions"])
+    >>> x, positions = torch.randn(2, 20, 16), torch.arange(20)[None]
+    >>> layer(x, lengths=torch.tensor([20, 8]), positions=positions).shape
+    torch.Size([2, 20, 16])
+    >>> layer.routing.chosen_BT.sum(1)  # a quarter of each row's real tokens
+    tensor([5, 2])
+    """
+
+    def __init__(
+        self,
+        block: nn.Module,
+        *,
+        dim: int,
+        routing: RoutingConfig | None = None,
+        per_token: Sequence[str] = (),
+        per_pair: Sequence[str] = (),
+        shared: Sequence[str] = (),
+        valid_name: str | None = None,
+    ) -> None:
+        super().__init__()
+        config = RoutingConfig() if routing is None else routing
+        if config.part != "block":
+            raise ValueError(f"part must be block here, got {config.part!r}: wrap the attention or the mlp itself")
+        self.block = block
+        self.router = Router(dim, config)
+        self.per_token = tuple(per_token)
+        self.per_pair = tuple(per_pair)
+        self.shared = tuple(shared)
+        self.valid_name = valid_name
+        self.routing: Routing | None = None  # of the last forward, for losses and pictures
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        *,
+        lengths: Tensor | None = None,
+        real: Tensor | None = None,
+        mode: Mode = "topk",
+        **arguments: Any,
+    ) -> Tensor:
+        """Padding, given by `lengths` (B,) or by `real` (B, T), takes no capacity and passes unchanged."""
+        if lengths is not None and real is not None:
+            raise ValueError("padding is given twice: pass lengths or real, not both")
+        if lengths is not None:
+            real = real_tokens(lengths, x_BTD.shape[1])
+        routing = self.router(x_BTD, real, mode=mode)
+        slots = {name: self._to_slots(name, value, routing) for name, value in arguments.items()}
+        if self.valid_name is not None:
+            slots[self.valid_name] = routing.valid_BK
+        self.routing = routing
+        return apply_routed(x_BTD, routing, lambda x_BKD: self.block(x_BKD, **slots))
+
+    def _to_slots(self, name: str, value: Any, routing: Routing) -> Any:
+        """An argument of all tokens as an argument of the routed ones."""
+        if name in self.shared or value is None:
+            return value
+        B, T = routing.logit_BT.shape
+        if name in self.per_token:
+            check_axes(name, value, {0: (1, B), 1: (T,)}, "(B or 1, T, ...)")
+            return routing.gather(value.expand(B, *value.shape[1:]))
+        if name in self.per_pair:
+            check_axes(name, value, {0: (1, B), -1: (T,), -2: (T,)}, "(B or 1, ..., T, T)")
+            queries = routing.gather(value.expand(B, *value.shape[1:]).movedim(-2, 1))
+            keys = routing.index_BK.view(B, 1, *[1] * (value.dim() - 3), -1)
+            return queries.take_along_dim(keys, dim=-1).movedim(1, -2)
+        raise TypeError(
+            f"the block's argument {name!r} is not declared: "
+            f"name it in per_token, per_pair or shared when you make the MixtureOfDepths"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The last routing belongs to a graph, which can be neither copied nor pickled.
+        return {**self.__dict__, "routing": None}
+
+
+def check_axes(name: str, value: Tensor, sizes: dict[int, tuple[int, ...]], shape: str) -> None:
+    for axis, allowed in sizes.items():
+        if value.dim() <= abs(axis) or value.shape[axis] not in allowed:
+            raise ValueError(f"{name} must have the shape {shape}, got {tuple(value.shape)} (axis {axis}: {allowed})")

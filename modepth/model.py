@@ -1,0 +1,255 @@
+"""The native decoder: Llama-shaped, any of its layers routed.
+
+    tokens -> embed -> for each layer: x = layer(x) -> norm -> logits -> loss
+
+Parameters are named as transformers names Llama's, so that a checkpoint exports without renaming;
+routed layers add `router`. Rows of a batch are padded at their end.
+
+Shapes: B batch, T tokens, K slots of the routed tokens, D width, H heads, E width of a head, V vocabulary.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from modepth.config import Mode, ModelConfig
+from modepth.losses import router_losses, weighted_sum
+from modepth.routing import Router, Routing, apply_routed, real_tokens
+
+IGNORED = -100  # a target that does not count
+
+
+class Output(NamedTuple):
+    """What a forward returns. Train on `loss + router_loss`; report `loss`."""
+
+    logits_BTV: Tensor
+    loss: Tensor | None  # cross-entropy alone, the mean over real targets; None without targets
+    router_losses: dict[str, Tensor]  # by name, unweighted
+    router_loss: Tensor  # their weighted sum, 0 if there are none
+    routings: tuple[Routing, ...]  # one a routed layer, in order
+
+
+class Transformer(nn.Module):
+    """A decoder in which the layers that `config.routing` names compute only some of the tokens.
+
+    >>> from modepth import ModelConfig, RoutingConfig, Transformer
+    >>> routing = RoutingConfig(capacity=0.25, every=2)
+    >>> model = Transformer(ModelConfig(vocab_size=101, num_layers=4, dim=32, num_heads=2, routing=routing))
+    >>> tokens = torch.randint(101, (2, 24))
+    >>> out = model(tokens[:, :-1], targets=tokens[:, 1:], mode="topk")
+    >>> (out.loss + out.router_loss).backward()
+    >>> [(routing.layer, routing.index_BK.shape[1]) for routing in out.routings]
+    [(1, 6)]
+    """
+
+    def __init__(self, config: ModelConfig, *, checkpoint_activations: bool = False) -> None:
+        super().__init__()
+        self.config = config
+        self.checkpoint_activations = checkpoint_activations
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleList(Layer(config, number) for number in range(config.num_layers))
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+        self.dropout = nn.Dropout(config.dropout)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Normal, std 0.02; projections back into the stream smaller, so that depth does not widen it."""
+        for name, module in self.named_modules():
+            if isinstance(module, Router):
+                module.reset_parameters()
+            elif isinstance(module, nn.Linear | nn.Embedding) and ".router." not in name:
+                into_stream = name.endswith(("o_proj", "down_proj"))
+                nn.init.normal_(
+                    module.weight, std=0.02 / math.sqrt(2 * self.config.num_layers) if into_stream else 0.02
+                )
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        *,
+        targets: Tensor | None = None,
+        lengths: Tensor | None = None,
+        mode: Mode = "causal",
+    ) -> Output:
+        """Logits of every position, and the losses if `targets` (B, T) are given.
+
+        mode      "causal" decides each token by itself, as generation does; "topk" is for training
+        lengths   the number of real tokens of each row, (B,), the rest being padding
+        """
+        check_tokens_form(tokens_BT)
+        B, T = tokens_BT.shape
+        if lengths is None:
+            lengths = torch.full((B,), T, device=tokens_BT.device)
+        real_BT = real_tokens(lengths, T)
+        x_BTD = self.dropout(self.embed_tokens(tokens_BT))
+        position_BT = torch.arange(T, device=tokens_BT.device).expand(B, T)
+        rope_BTE = rotary(position_BT, self.config).to(x_BTD.dtype)
+        routings = []
+        for layer in self.layers:
+            x_BTD, routing = self.run_layer(layer, x_BTD, rope_BTE, real_BT, mode)
+            if routing is not None:
+                routings.append(routing)
+        logits_BTV = self.lm_head(self.norm(x_BTD))
+        loss = None if targets is None else language_loss(logits_BTV, targets, real_BT)
+        losses, weighted = {}, logits_BTV.new_zeros(())
+        if targets is not None and self.config.routing is not None:
+            losses = router_losses(routings, self.config.routing)
+            if losses:
+                weighted = weighted_sum(losses, self.config.routing.losses)
+        return Output(logits_BTV, loss, losses, weighted, tuple(routings))
+
+    def run_layer(
+        self, layer: nn.Module, x_BTD: Tensor, rope_BTE: Tensor, real_BT: Tensor, mode: Mode
+    ) -> tuple[Tensor, Routing | None]:
+        """One layer, its activations kept or made again in the backward."""
+        if self.checkpoint_activations and torch.is_grad_enabled():
+            # Not the reentrant kind: that one drops the gradient of the router losses.
+            return checkpoint(layer, x_BTD, rope_BTE, real_BT, mode, use_reentrant=False)
+        return layer(x_BTD, rope_BTE, real_BT, mode)
+
+
+class Layer(nn.Module):
+    """Attention, then a feed-forward, each added to the stream; a routed layer also has a router."""
+
+    def __init__(self, config: ModelConfig, number: int) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.mlp = FeedForward(config)
+        self.dropout = nn.Dropout(config.dropout)
+        self.router: Router | None = None
+        if config.routing is not None and number in config.routed_layers:
+            self.router = Router(config.dim, config.routing, number)
+
+    def attend(self, x_BTD: Tensor, rope_BTE: Tensor) -> Tensor:
+        return x_BTD + self.dropout(self.self_attn(self.input_layernorm(x_BTD), rope_BTE))
+
+    def feed(self, x_BTD: Tensor) -> Tensor:
+        return x_BTD + self.dropout(self.mlp(self.post_attention_layernorm(x_BTD)))
+
+    def forward(self, x_BTD: Tensor, rope_BTE: Tensor, real_BT: Tensor, mode: Mode) -> tuple[Tensor, Routing | None]:
+        router = self.router
+        if router is None:
+            return self.feed(self.attend(x_BTD, rope_BTE)), None
+        return ROUTED_PARTS[router.config.part](self, x_BTD, rope_BTE, lambda x: router(x, real_BT, mode=mode))
+
+
+# The router reads the stream where the routed part does. Positions travel with their tokens.
+Decide = Callable[[Tensor], Routing]
+
+
+def route_block(layer: Layer, x_BTD: Tensor, rope_BTE: Tensor, decide: Decide) -> tuple[Tensor, Routing]:
+    routing = decide(x_BTD)
+    return apply_routed(x_BTD, routing, lambda x: layer.feed(layer.attend(x, routing.gather(rope_BTE)))), routing
+
+
+def route_attention(layer: Layer, x_BTD: Tensor, rope_BTE: Tensor, decide: Decide) -> tuple[Tensor, Routing]:
+    routing = decide(x_BTD)
+    return layer.feed(apply_routed(x_BTD, routing, lambda x: layer.attend(x, routing.gather(rope_BTE)))), routing
+
+
+def route_mlp(layer: Layer, x_BTD: Tensor, rope_BTE: Tensor, decide: Decide) -> tuple[Tensor, Routing]:
+    x_BTD = layer.attend(x_BTD, rope_BTE)
+    routing = decide(x_BTD)
+    return apply_routed(x_BTD, routing, layer.feed), routing
+
+
+ROUTED_PARTS = {"block": route_block, "attention": route_attention, "mlp": route_mlp}
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions and grouped keys and values."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.dropout = config.dropout
+        self.grouped = config.kv_heads < config.num_heads
+        kv_dim = config.kv_heads * config.head_dim
+        self.q_proj = nn.Linear(config.dim, config.dim, bias=False)
+        self.k_proj = nn.Linear(config.dim, kv_dim, bias=False)
+        self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)
+        self.o_proj = nn.Linear(config.dim, config.dim, bias=False)
+
+    def forward(self, x_BTD: Tensor, rope_BTE: Tensor) -> Tensor:
+        heads = (-1, self.head_dim)
+        q_BTHE = rotate(self.q_proj(x_BTD).unflatten(-1, heads), rope_BTE)
+        k_BTHE = rotate(self.k_proj(x_BTD).unflatten(-1, heads), rope_BTE)
+        v_BTHE = self.v_proj(x_BTD).unflatten(-1, heads)
+        # Routed tokens are sorted by position and padding comes last, so lower triangular is right for all.
+        out_BHTE = F.scaled_dot_product_attention(
+            q_BTHE.transpose(1, 2),
+            k_BTHE.transpose(1, 2),
+            v_BTHE.transpose(1, 2),
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=True,
+            enable_gqa=self.grouped,
+        )
+        return self.o_proj(out_BHTE.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.dim, config.mlp_width, bias=False)
+        self.up_proj = nn.Linear(config.dim, config.mlp_width, bias=False)
+        self.down_proj = nn.Linear(config.mlp_width, config.dim, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))
+
+
+def rotary(position_BT: Tensor, config: ModelConfig) -> Tensor:
+    """Cosines, then sines, of each position's angles, in float32: (B, T, E)."""
+    exponent = torch.arange(0, config.head_dim, 2, device=position_BT.device).float() / config.head_dim
+    angle = position_BT.unsqueeze(-1).float() * (1.0 / config.rope_theta**exponent)
+    return torch.cat((angle.cos(), angle.sin()), dim=-1)
+
+
+def rotate(x_BTHE: Tensor, rope_BTE: Tensor) -> Tensor:
+    """Turn the pairs (i, i + E/2) of every head by their position's angle."""
+    cos, sin = rope_BTE.unsqueeze(2).chunk(2, dim=-1)
+    left, right = x_BTHE.chunk(2, dim=-1)
+    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
+
+
+def language_loss(logits_BTV: Tensor, targets_BT: Tensor, real_BT: Tensor) -> Tensor:
+    """Mean cross-entropy over the real targets, 0 if there are none."""
+    targets_BT = targets_BT.masked_fill(~real_BT, IGNORED)
+    wide = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
+    total = F.cross_entropy(wide.flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED, reduction="sum")
+    return total / (targets_BT != IGNORED).sum().clamp(min=1)
+
+
+# -- tokens, where they enter
+
+
+def check_tokens(tokens_BT: Tensor, vocab_size: int) -> None:
+    """Raise unless all ids are in the vocabulary. Call it where tokens enter: a forward must not branch on data."""
+    check_tokens_form(tokens_BT)
+    outside_BT = (tokens_BT < 0) | (tokens_BT >= vocab_size)
+    if outside_BT.any():
+        row, position = outside_BT.nonzero()[0].tolist()
+        raise ValueError(
+            f"token ids must be in 0..{vocab_size - 1}, got {tokens_BT[row, position].item()} "
+            f"at row {row}, position {position}"
+        )
+
+
+def check_tokens_form(tokens_BT: Tensor) -> None:
+    if tokens_BT.dim() != 2 or tokens_BT.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"tokens must be whole numbers (int64 or int32) of shape (batch, tokens), "
+            f"got {tokens_BT.dtype} of shape {tuple(tokens_BT.shape)}"
+        )

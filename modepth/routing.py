@@ -1,0 +1,343 @@
+"""The core of Mixture-of-Depths: which tokens a block computes, and how its output comes back.
+
+    score      a router gives every token a logit                      Router
+    select     the best k tokens of each row are chosen                SELECTIONS, choose_best
+    lay out    the chosen tokens get slots, in order of position       lay_out
+    apply      gather -> block -> blend -> scatter; the rest skips     apply_routed
+
+The decision is a value, `Routing`: made once, then used, drawn, and trained on. Nothing outside
+this file gathers or scatters tokens.
+
+Three things are unusual. The number of slots K depends on shapes alone, so a training forward is
+one static graph; a row with fewer tokens leaves slots *invalid*. A block contains its residual,
+so its output is blended, lerp(x, block(x), gate), which is the paper's x + gate * f(x) without
+counting x twice. And there are two modes: "topk", the selection of training, compares a token
+with the later ones; "causal" decides each token by itself, for evaluation and generation.
+
+Shapes: B batch, T tokens, K slots of the routed tokens, D width.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from modepth.config import Mode, RoutingConfig
+from modepth.validation import check_choice, check_count
+
+Count = TypeVar("Count", int, Tensor)
+
+
+def num_routed(length: Count, capacity: float) -> Count:
+    """ceil(capacity * length), exactly: for a row's length, or a tensor of lengths.
+
+    >>> num_routed(100, 0.07)  # 0.07 * 100 is 7.000000000000001 in floating point
+    7
+    """
+    # A capacity is meant as the simple fraction nearest to its float: 7/100, 1/3.
+    share = max(Fraction(capacity).limit_denominator(10**9), Fraction(1, 10**9))
+    return -(-length * share.numerator // share.denominator)
+
+
+def real_tokens(lengths_B: Tensor, num_tokens: int) -> Tensor:
+    """The mask of rows that hold their real tokens first, then padding."""
+    return torch.arange(num_tokens, device=lengths_B.device) < lengths_B.unsqueeze(1)
+
+
+# -- the decision
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Which tokens one layer computes, and with what weight.
+
+    Valid slots come first, sorted by position; invalid ones last, at tokens that were not chosen.
+    So a row's indices are unique, the scatter is deterministic, and the ordinary causal mask over
+    the K slots is exact, even for ragged rows.
+    """
+
+    layer: int
+    logit_BT: Tensor  # the router's raw score of every token
+    predicted_BT: Tensor | None  # the predictor's logit of "is chosen"
+    real_BT: Tensor  # bool: not padding
+    chosen_BT: Tensor  # bool: the decision
+    index_BK: Tensor  # the token in each slot
+    valid_BK: Tensor  # bool: the slot holds a token that takes part
+    gate_BK: Tensor  # what blends, 0 in invalid slots
+    bypass_BT: Tensor | None  # what multiplies the output of skipped tokens (1 elsewhere), None for 1
+    num_unfilled_B: Tensor  # slots of the row's k that found no willing token
+    num_dropped_B: Tensor  # willing tokens that found no slot; in top-k every token is willing
+
+    def gather(self, values: Tensor) -> Tensor:
+        """The routed tokens' part of anything per token: (B, T, ...) to (B, K, ...)."""
+        B, K = self.index_BK.shape
+        return values.flatten(0, 1).index_select(0, self._flat_index()).unflatten(0, (B, K))
+
+    def scatter(self, values: Tensor, routed: Tensor) -> Tensor:
+        """A copy of (B, T, ...) values in which the slots' tokens are replaced by (B, K, ...)."""
+        flat = values.flatten(0, 1).index_copy(0, self._flat_index(), routed.flatten(0, 1))
+        return flat.view_as(values)
+
+    def _flat_index(self) -> Tensor:
+        B, T = self.logit_BT.shape
+        row_start_B1 = torch.arange(0, B * T, T, device=self.index_BK.device).unsqueeze(1)
+        return (self.index_BK + row_start_B1).flatten()
+
+    @property
+    def finite(self) -> Tensor:
+        """Whether every real token's score is finite, as a tensor: a forward must not branch on it."""
+        return (self.logit_BT.isfinite() | ~self.real_BT).all()
+
+    def check(self) -> None:
+        """Raise if a score is NaN or infinite. Call it outside the forward."""
+        if not self.finite:
+            row, token = ((~self.logit_BT.isfinite()) & self.real_BT).nonzero()[0].tolist()
+            score = self.logit_BT[row, token].item()
+            raise FloatingPointError(
+                f"layer {self.layer}: the router score of row {row}, token {token} is {score}, "
+                "so the routing means nothing: look for an overflow in earlier layers or too high a learning rate"
+            )
+
+
+def apply_routed(x_BTD: Tensor, routing: Routing, block: Callable[[Tensor], Tensor]) -> Tensor:
+    """Pass the chosen tokens through `block` and blend its output; all others skip it.
+
+    `block` maps (B, K, D) to (B, K, D) and contains its residual.
+    """
+    out_BTD = x_BTD
+    if routing.index_BK.shape[1] > 0:
+        x_BKD = routing.gather(x_BTD)
+        y_BKD = block(x_BKD)
+        check_block_output(y_BKD, x_BKD)
+        # lerp is exact at gate 0 and 1, where x + gate * (y - x) is not.
+        blended_BKD = torch.lerp(x_BKD, y_BKD.to(x_BTD.dtype), routing.gate_BK.unsqueeze(-1).to(x_BTD.dtype))
+        # Invalid slots are restored, not blended with gate 0: 0 * inf is NaN.
+        out_BTD = routing.scatter(x_BTD, torch.where(routing.valid_BK.unsqueeze(-1), blended_BKD, x_BKD))
+    return out_BTD if routing.bypass_BT is None else out_BTD * routing.bypass_BT.unsqueeze(-1).to(x_BTD.dtype)
+
+
+def check_block_output(y_BKD: object, x_BKD: Tensor) -> None:
+    if not isinstance(y_BKD, Tensor) or y_BKD.shape != x_BKD.shape:
+        got = tuple(y_BKD.shape) if isinstance(y_BKD, Tensor) else type(y_BKD).__name__
+        raise ValueError(f"a routed block must return one tensor of its input's shape {tuple(x_BKD.shape)}, got {got}")
+
+
+# -- choosing
+
+
+class Candidates(NamedTuple):
+    """What a selection may look at."""
+
+    logit_BT: Tensor
+    predicted_BT: Tensor | None
+    real_BT: Tensor
+    position_BT: Tensor  # place among the row's real tokens
+    cutoff: Tensor  # the layer's score threshold
+    layer: int
+
+
+Choice = Callable[[Candidates, RoutingConfig], tuple[Tensor, Tensor]]  # -> priority_BT, willing_BT
+
+
+def choose_best(priority_BT: Tensor, willing_BT: Tensor, k_B: Tensor) -> Tensor:
+    """The k willing tokens of highest priority in each row, as a mask; ties go to the lowest index."""
+    order_BT = priority_BT.argsort(dim=1, descending=True, stable=True)
+    willing_in_order_BT = willing_BT.gather(1, order_BT)
+    wins_BT = willing_in_order_BT & (willing_in_order_BT.cumsum(1) <= k_B.unsqueeze(1))
+    return torch.zeros_like(willing_BT).scatter(1, order_BT, wins_BT)
+
+
+def lay_out(chosen_BT: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
+    """Slots for the chosen tokens: index_BK and valid_BK. Chosen tokens first, each part in order of position."""
+    index_BK = chosen_BT.argsort(dim=1, descending=True, stable=True)[:, :num_slots]
+    return index_BK, chosen_BT.gather(1, index_BK)
+
+
+def by_score(tokens: Candidates, config: RoutingConfig) -> tuple[Tensor, Tensor]:
+    """Learned top-k: all compete. Not causal: a token may lose its slot to a later one."""
+    return tokens.logit_BT, tokens.real_BT
+
+
+def by_noise(tokens: Candidates, config: RoutingConfig) -> tuple[Tensor, Tensor]:
+    """Top-k over noise, the control that shows what learning adds."""
+    return noise(config.seed, tokens.layer, tokens.position_BT), tokens.real_BT
+
+
+def by_noise_threshold(tokens: Candidates, config: RoutingConfig) -> tuple[Tensor, Tensor]:
+    noise_BT = noise(config.seed, tokens.layer, tokens.position_BT)
+    return noise_BT, tokens.real_BT & (noise_BT >= 2**32 - num_routed(2**32, config.capacity))
+
+
+def by_stride(tokens: Candidates, config: RoutingConfig) -> tuple[Tensor, Tensor]:
+    """Fixed, evenly spread positions: those at which k steps up, so exactly k(n) of n tokens, for every n."""
+    position_BT = tokens.position_BT
+    steps_BT = num_routed(position_BT + 1, config.capacity) > num_routed(position_BT, config.capacity)
+    return tokens.logit_BT, tokens.real_BT & steps_BT
+
+
+def by_own_score(tokens: Candidates, config: RoutingConfig) -> tuple[Tensor, Tensor]:
+    """Token-choice: a token is willing when its logit >= 0. Causal until a surplus is dropped by score."""
+    return tokens.logit_BT, tokens.real_BT & (tokens.logit_BT >= 0)
+
+
+def by_cutoff(tokens: Candidates, config: RoutingConfig) -> tuple[Tensor, Tensor]:
+    """A token is willing when its logit reaches the layer's cutoff."""
+    return tokens.logit_BT, tokens.real_BT & (tokens.logit_BT >= tokens.cutoff)
+
+
+def by_predictor(tokens: Candidates, config: RoutingConfig) -> tuple[Tensor, Tensor]:
+    """A token is willing when the predictor says that top-k would choose it."""
+    assert tokens.predicted_BT is not None  # the config demands a predictor for this rule
+    return tokens.predicted_BT, tokens.real_BT & (tokens.predicted_BT >= 0)
+
+
+def by_rule(tokens: Candidates, config: RoutingConfig) -> tuple[Tensor, Tensor]:
+    """What stands in for top-k where the future is unknown. At capacity 1 top-k takes all, and so does this."""
+    return (by_score if config.capacity == 1 else RULES[config.rule])(tokens, config)
+
+
+RULES: dict[str, Choice] = {"predictor": by_predictor, "router": by_own_score, "cutoff": by_cutoff}
+
+# Each selection in training, where the best k of the willing are taken, and in causal mode, where
+# all the willing are: those functions look at one token only.
+SELECTIONS: dict[Mode, dict[str, Choice]] = {
+    "topk": {
+        "topk": by_score,
+        "soft": by_score,
+        "random": by_noise,
+        "stride": by_stride,
+        "token_choice": by_own_score,
+        "threshold": by_cutoff,
+    },
+    "causal": {
+        "topk": by_rule,
+        "soft": by_rule,
+        "random": by_noise_threshold,
+        "stride": by_stride,
+        "token_choice": by_own_score,
+        "threshold": by_cutoff,
+    },
+}
+
+
+def noise(seed: int, layer: int, position_BT: Tensor) -> Tensor:
+    """Whole numbers in 0..2^32-1, a pure function of (seed, layer, position), distinct within a layer."""
+    return scramble(position_BT ^ scramble(layer ^ scramble(seed % 2**32)))
+
+
+def scramble(number: Count) -> Count:
+    """A bijection of 0..2^32-1 that looks random. The multiplier is small enough for int64 not to overflow."""
+    for _ in range(2):
+        number = ((number >> 16) ^ number) * 0x45D9F3B & 0xFFFFFFFF
+    return (number >> 16) ^ number
+
+
+# -- the gate: a function of the router logit
+
+GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "raw": lambda logit: logit,
+    "double_sigmoid": lambda logit: 2 * torch.sigmoid(logit),
+    "tanh": lambda logit: 1 + 0.2 * torch.tanh(logit),
+    "one": torch.ones_like,
+}
+
+
+# -- the router
+
+
+class Router(nn.Module):
+    """Scores the tokens of one layer and decides which are computed.
+
+    One projection of the residual stream, in float32 or wider whatever the model's precision.
+    `cutoff` is the threshold of the cutoff rule; no forward changes it.
+    """
+
+    cutoff: Tensor
+
+    def __init__(self, dim: int, config: RoutingConfig, layer: int = 0) -> None:
+        super().__init__()
+        check_count("dim", dim, low=1)
+        self.config = config
+        self.layer = layer
+        dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+        self.score = nn.Linear(dim, 1, bias=False, dtype=dtype)
+        self.predictor: nn.Sequential | None = None
+        if config.predictor is not None:
+            hidden = nn.Linear(dim, config.predictor, dtype=dtype)
+            self.predictor = nn.Sequential(hidden, nn.SiLU(), nn.Linear(config.predictor, 1, dtype=dtype))
+        self.register_buffer("cutoff", torch.zeros((), dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.config.router_init == "zero":
+            nn.init.zeros_(self.score.weight)
+        else:
+            nn.init.normal_(self.score.weight, std=0.02)
+        for module in self.predictor or ():
+            if isinstance(module, nn.Linear):
+                module.reset_parameters()
+
+    def forward(
+        self, x_BTD: Tensor, real_BT: Tensor | None = None, position_BT: Tensor | None = None, mode: Mode = "topk"
+    ) -> Routing:
+        """Decide for every token of (B, T, D); `position_BT` counts a row's real tokens from 0 unless given."""
+        check_choice("mode", mode, Mode)
+        B, T, _ = x_BTD.shape
+        if real_BT is None:
+            real_BT = torch.ones((B, T), dtype=torch.bool, device=x_BTD.device)
+        if position_BT is None:
+            position_BT = real_BT.cumsum(1) - 1
+        logit_BT, predicted_BT = self.scores(x_BTD)
+        tokens = Candidates(logit_BT, predicted_BT, real_BT, position_BT, self.cutoff, self.layer)
+        return decide(tokens, self.config, mode)
+
+    def scores(self, x_BTD: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Every token's logit, and the predictor's, which sees the stream but does not shape it."""
+        with torch.autocast(x_BTD.device.type, enabled=False):
+            wide_BTD = x_BTD.to(self.score.weight.dtype)
+            predicted = None if self.predictor is None else self.predictor(wide_BTD.detach()).squeeze(-1)
+            return self.score(wide_BTD).squeeze(-1), predicted
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # Scores decide by rank, so a model cast to bfloat16 keeps its routers in float32.
+        def at_least_float32(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            narrow = moved.is_floating_point() and moved.dtype.itemsize < 4
+            return tensor.to(moved.device) if narrow else moved
+
+        return super()._apply(at_least_float32, recurse)
+
+
+def decide(tokens: Candidates, config: RoutingConfig, mode: Mode) -> Routing:
+    """Select, lay out and weigh: from scores to a Routing."""
+    logit_BT, real_BT = tokens.logit_BT, tokens.real_BT
+    k_B = num_routed(real_BT.sum(1), config.capacity)
+    priority_BT, willing_BT = SELECTIONS[mode][config.selection](tokens, config)
+    chosen_BT = choose_best(priority_BT, willing_BT, k_B) if mode == "topk" else willing_BT
+    gate_BT = GATES[config.gate](logit_BT)
+    bypass_BT = torch.where(real_BT & ~chosen_BT, gate_BT, 1.0) if config.weigh_bypass else None
+    if config.selection == "soft":
+        # Every token is computed, in its place; the chosen ones are blended.
+        index_BK, valid_BK = torch.arange(real_BT.shape[1], device=real_BT.device).expand_as(real_BT), real_BT
+        gate_BT = torch.where(chosen_BT, gate_BT, 0.0)
+    else:
+        # Static in training. In causal mode as few slots as the fullest row needs.
+        num_slots = num_routed(real_BT.shape[1], config.capacity) if mode == "topk" else int(chosen_BT.sum(1).max())
+        index_BK, valid_BK = lay_out(chosen_BT, num_slots)
+    return Routing(
+        layer=tokens.layer,
+        logit_BT=logit_BT,
+        predicted_BT=tokens.predicted_BT,
+        real_BT=real_BT,
+        chosen_BT=chosen_BT,
+        index_BK=index_BK,
+        valid_BK=valid_BK,
+        gate_BK=torch.where(valid_BK, gate_BT.gather(1, index_BK), 0.0),
+        bypass_BT=bypass_BT,
+        num_unfilled_B=(k_B - chosen_BT.sum(1)).clamp(min=0),
+        num_dropped_B=(willing_BT & ~chosen_BT).sum(1),
+    )

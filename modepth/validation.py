@@ -1,0 +1,52 @@
+"""Checks of single values, each raising a ValueError with the name, the value and the allowed range."""
+
+import math
+from typing import Any, TypeGuard, get_args
+
+
+def check_capacity(value: object) -> None:
+    if not is_number(value) or not 0 < value <= 1:
+        hint = " (to keep a layer dense, leave it out of the routed layers)" if is_number(value) else ""
+        raise ValueError(f"capacity must be a number in (0, 1], got {value!r}{hint}")
+
+
+def check_number(name: str, value: object, *, low: float, high: float | None = None) -> None:
+    """A finite number, `low` included, `high` not."""
+    if not is_number(value) or not low <= value or not (math.isfinite(value) if high is None else value < high):
+        allowed = f"a finite number >= {low}" if high is None else f"a number in [{low}, {high})"
+        raise ValueError(f"{name} must be {allowed}, got {value!r}")
+
+
+def check_count(name: str, value: object, *, low: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        raise ValueError(f"{name} must be a whole number >= {low}, got {value!r}")
+
+
+def check_layers(layers: object) -> None:
+    if not isinstance(layers, tuple) or not layers:
+        raise ValueError(f"layers must be a tuple of one or more layer numbers, got {layers!r}")
+    for layer in layers:
+        check_count("layers", layer, low=0)
+    if len(set(layers)) < len(layers):
+        raise ValueError(f"layers must name each layer once, got {layers!r}")
+
+
+def check_choice(name: str, value: object, literal: Any) -> None:
+    """One of the strings of a Literal type."""
+    choices = get_args(literal)
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false, got {value!r}")
+
+
+def check_instance(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} must be a {kind.__name__}, got {value!r}")
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
