@@ -207,13 +207,16 @@ def read_model_config(path: str | Path) -> ModelConfig:
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read: {error}") from error
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text: {error}") from error
     try:
         # JSON is YAML, but for tabs, which only the JSON reader takes.
         data = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (json.JSONDecodeError, yaml.YAMLError, RecursionError) as error:
-        raise ValueError(f"{path}: not valid {'JSON' if path.suffix == '.json' else 'YAML'}: {error}") from error
+        kind, reason = ("JSON" if path.suffix == ".json" else "YAML"), " ".join(str(error).split())
+        raise ValueError(f"{path}: not valid {kind}: {reason}") from error
     if not isinstance(data, Mapping):
         raise ValueError(f"{path}: expected a mapping of ModelConfig fields, got {type(data).__name__}")
     try:

@@ -84,7 +84,7 @@ class Transformer(nn.Module):
         mode      "causal" decides each token by itself, as generation does; "topk" is for training
         lengths   the number of real tokens of each row, (B,), the rest being padding
         """
-        check_tokens_form(tokens_BT)
+        self.check_shapes(tokens_BT, targets, lengths)
         B, T = tokens_BT.shape
         if lengths is None:
             lengths = torch.full((B,), T, device=tokens_BT.device)
@@ -105,6 +105,15 @@ class Transformer(nn.Module):
             if losses:
                 weighted = weighted_sum(losses, self.config.routing.losses)
         return Output(logits_BTV, loss, losses, weighted, tuple(routings))
+
+    def check_shapes(self, tokens_BT: Tensor, targets: Tensor | None, lengths: Tensor | None) -> None:
+        check_tokens_form(tokens_BT)
+        B, T = tokens_BT.shape
+        if self.config.max_length < T:
+            raise ValueError(f"{T} tokens are more than the model's max_length {self.config.max_length}")
+        for name, value, shape in (("targets", targets, (B, T)), ("lengths", lengths, (B,))):
+            if value is not None and value.shape != shape:
+                raise ValueError(f"{name} must have the shape {shape}, got {tuple(value.shape)}")
 
     def run_layer(
         self, layer: nn.Module, x_BTD: Tensor, rope_BTE: Tensor, real_BT: Tensor, mode: Mode

@@ -38,7 +38,7 @@ def num_routed(length: Count, capacity: float) -> Count:
     7
     """
     # A capacity is meant as the simple fraction nearest to its float: 7/100, 1/3.
-    share = max(Fraction(capacity).limit_denominator(10**9), Fraction(1, 10**9))
+    share = Fraction(max(capacity, 1e-9)).limit_denominator(10**9)
     return -(-length * share.numerator // share.denominator)
 
 

@@ -1,0 +1,27 @@
+"""Set-up of every test: safe kernels before torch is imported, fixed threads, repeatable examples."""
+
+import os
+
+# Some CPUs announce bfloat16 tile instructions that the system does not let a process use.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
+import pytest
+import torch
+from hypothesis import settings
+
+torch.set_num_threads(2)
+settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=60)
+settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def fp64():
+    """New tensors and modules in float64, where equal means 1e-12."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
