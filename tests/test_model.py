@@ -16,6 +16,7 @@ from tests.oracles import (
     PARTS,
     SELECTIONS,
     apply_slowly,
+    attend_masked,
     layer_masked,
     tiny_config,
     tiny_model,
@@ -123,8 +124,11 @@ def test_a_routed_layer_equals_the_dense_one_with_unselected_keys_masked_out(num
         assert_some_tokens_skip(model(tiny_tokens(), lengths=lengths, mode=mode))
         x_BTD, out_BTD, routing = seen[0]
         expected_BTD = layer_masked(layer, model.config, x_BTD, routing)
+        stream_BTD = attend_masked(layer, model.config, x_BTD, torch.ones(3, 23) > 0) if part == "mlp" else x_BTD
+        score_BT = (stream_BTD * layer.router.score.weight).sum(-1)  # of the stream that the routed part reads
     real_BT = routing.real_BT
     torch.testing.assert_close(out_BTD[real_BT], expected_BTD[real_BT], rtol=0, atol=1e-12)
+    torch.testing.assert_close(routing.logit_BT, score_BT, rtol=0, atol=1e-12)
 
 
 @pytest.mark.law

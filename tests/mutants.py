@@ -1,0 +1,94 @@
+"""Break the core in named ways, in a copy, and see which laws catch each: `make mutants`.
+
+The breakages stand in mutants.txt. One that no law notices survives, and a law that none trips has
+never been seen to fail; both are errors. Words pick breakages: `python -m tests.mutants gate k`.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from tqdm import tqdm
+
+ROOT = Path(__file__).parent.parent
+COMPILED_LAW = "test_compiled_training"  # takes minutes: run only where a breakage asks for it
+
+
+class Mutant(NamedTuple):
+    name: str
+    file: str
+    compiled: bool
+    old: str
+    new: str
+
+
+def read_mutants() -> list[Mutant]:
+    text = (ROOT / "tests" / "mutants.txt").read_text()
+    found = []
+    for name, file, compiled, body in re.findall(r"^\[(.+)\] (\S+)( compiled)?\n((?:[-+].*\n)+)", text, re.MULTILINE):
+        lines = body.splitlines()
+        old, new = ("\n".join(line[2:] for line in lines if line[0] == sign) for sign in "-+")
+        found.append(Mutant(name, file, bool(compiled), old, new))
+    return found
+
+
+def laws_that_fail(mutant: Mutant | None) -> set[str]:
+    """Run the laws on a copy with one breakage, or with none; the names of those that fail."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        for name in ("modepth", "tests"):
+            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", copy)
+        if mutant is not None:
+            break_copy(copy, mutant)
+        deselect = [] if mutant is None or mutant.compiled else ["-k", f"not {COMPILED_LAW}"]
+        run = [sys.executable, "-m", "pytest", "-m", "law", "--tb=no", "-q", "-p", "no:cacheprovider", *deselect]
+        environment = {**os.environ, "PYTHONPATH": folder, "OMP_NUM_THREADS": "1", "HYPOTHESIS_PROFILE": "unshrunk"}
+        result = subprocess.run(run, cwd=copy, env=environment, capture_output=True, text=True, check=False)
+    if result.returncode not in (0, 1):
+        raise RuntimeError(f"{mutant}: the laws did not run:\n{result.stdout[-3000:]}{result.stderr[-3000:]}")
+    return set(re.findall(r"^FAILED \S+?::(\w+)", result.stdout, flags=re.MULTILINE))
+
+
+def break_copy(copy: Path, mutant: Mutant) -> None:
+    path = copy / "modepth" / mutant.file
+    text = path.read_text()
+    if text.count(mutant.old) != 1:
+        raise ValueError(f"{mutant.name!r} must match {mutant.file} once, matches {text.count(mutant.old)} times")
+    path.write_text(text.replace(mutant.old, mutant.new))
+
+
+def all_laws() -> set[str]:
+    collect = [sys.executable, "-m", "pytest", "-m", "law", "--collect-only", "-q"]
+    result = subprocess.run(collect, cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(re.findall(r"::(test_\w+)", result.stdout))
+
+
+def main() -> int:
+    words = sys.argv[1:]
+    mutants = [mutant for mutant in read_mutants() if not words or any(word in mutant.name for word in words)]
+    if not words and (failing := laws_that_fail(None)):
+        print(f"the laws fail on the unbroken core: {', '.join(sorted(failing))}")
+        return 1
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        caught = list(tqdm(pool.map(laws_that_fail, mutants), total=len(mutants), unit="mutant"))
+    for mutant, laws in zip(mutants, caught, strict=True):
+        print(f"\n{mutant.name} ({mutant.file}): {f'caught by {len(laws)}' if laws else 'SURVIVES'}")
+        for law in sorted(laws):
+            print(f"    {law}")
+    survivors = sum(not laws for laws in caught)
+    unseen = set() if words else all_laws() - set().union(*caught)
+    for law in sorted(unseen):
+        print(f"\nnever seen to fail: {law}")
+    print(f"\n{len(mutants) - survivors} mutants caught, {survivors} survive; {len(unseen)} laws never seen to fail")
+    return 1 if survivors or unseen else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
