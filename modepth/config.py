@@ -8,6 +8,7 @@ raise a ValueError that names the field, the value and the fix.
 import difflib
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
@@ -40,6 +41,9 @@ class LossWeights:
     """What each router loss counts beside the language-model loss; 0 leaves one out.
 
     `predictor` and `balance` apply only where there is a predictor, or token-choice.
+
+    >>> RoutingConfig(losses=LossWeights(router=0.001)).losses.predictor
+    1.0
     """
 
     predictor: float = 1.0
@@ -65,7 +69,8 @@ class RoutingConfig:
     weigh_bypass  multiply skipped tokens by their gate too
     router_init   normal (std 0.02) or zero
     predictor   hidden width of the predictor of routing, None for no predictor
-    rule        how a single token is decided in causal mode
+    rule        how a single token is decided in causal mode, where top-k and soft cannot look ahead
+    cutoff      the score that threshold selection and the rule "cutoff" start from
     seed        of random selection
     losses      weights of the router losses
 
@@ -83,6 +88,7 @@ class RoutingConfig:
     router_init: Init = "normal"
     predictor: int | None = None
     rule: Rule = "cutoff"
+    cutoff: float = 0.0
     seed: int = 0
     losses: LossWeights = field(default_factory=LossWeights)
 
@@ -99,6 +105,7 @@ class RoutingConfig:
         if self.predictor is not None:
             check_count("predictor", self.predictor, low=1)
         check_choice("rule", self.rule, Rule)
+        check_number("cutoff", self.cutoff)
         check_count("seed", self.seed, low=0)
         check_instance("losses", self.losses, LossWeights)
         if self.rule == "predictor" and self.predictor is None:
@@ -124,6 +131,10 @@ class ModelConfig:
     mlp_dim        inner width of the SwiGLU; None: 8/3 of dim, up to a multiple of 32
     max_length     the longest sequence that the model is meant for
     routing        None for a dense model
+
+    >>> config = ModelConfig(vocab_size=256, num_layers=6, dim=64, num_heads=4, routing=RoutingConfig())
+    >>> config.routed_layers, config.mlp_width
+    ((1, 3), 192)
     """
 
     vocab_size: int
@@ -213,8 +224,8 @@ def read_model_config(path: str | Path) -> ModelConfig:
         raise ValueError(f"{path}: not UTF-8 text: {error}") from error
     try:
         # JSON is YAML, but for tabs, which only the JSON reader takes.
-        data = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (json.JSONDecodeError, yaml.YAMLError, RecursionError) as error:
+        data = json.loads(text) if path.suffix == ".json" else yaml.load(text, Loader=StrictLoader)
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
         kind, reason = ("JSON" if path.suffix == ".json" else "YAML"), " ".join(str(error).split())
         raise ValueError(f"{path}: not valid {kind}: {reason}") from error
     if not isinstance(data, Mapping):
@@ -223,6 +234,22 @@ def read_model_config(path: str | Path) -> ModelConfig:
         return model_config_from_dict(data)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+class StrictLoader(yaml.SafeLoader):
+    """YAML that reads 1e-5 as a number and refuses a key given twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise ValueError(f"the key {key!r} is given twice")
+        return super().construct_mapping(node, deep)
+
+
+StrictLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
 
 
 NESTED: dict[str, type] = {"routing": RoutingConfig, "losses": LossWeights}

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from modepth.config import ModelConfig
 from modepth.routing import num_routed
+from modepth.validation import check_count
 
 POSITION_BYTES = 4
 
@@ -36,6 +37,7 @@ class LayerFlops(NamedTuple):
 
 def layer_flops(config: ModelConfig, length: int, *, half_causal: bool = False) -> list[LayerFlops]:
     """Forward FLOPs of every layer for one sequence of `length` tokens."""
+    check_count("length", length, low=1)
     return [one_layer(config, layer, length, half_causal) for layer in range(config.num_layers)]
 
 

@@ -65,8 +65,8 @@ def router_losses(routings: Sequence[Routing], config: RoutingConfig) -> dict[st
 
 
 def weighted_sum(losses: dict[str, Tensor], weights: LossWeights) -> Tensor:
-    """What is added to the language-model loss."""
-    return torch.stack([getattr(weights, name) * loss for name, loss in losses.items()]).sum()
+    """What is added to the language-model loss; 0 if there is nothing to add."""
+    return sum((getattr(weights, name) * loss for name, loss in losses.items()), start=torch.zeros(()))
 
 
 # -- means
@@ -78,9 +78,11 @@ def membership_loss(logit_BT: Tensor, routing: Routing) -> Tensor:
 
 
 def mean_over_real(value_BT: Tensor, routing: Routing) -> Tensor:
-    # where, not a product: padding may hold NaN. A batch of padding alone has the mean 0.
+    # A batch of padding alone has the mean 0.
     return torch.where(routing.real_BT, value_BT, 0.0).sum() / routing.real_BT.sum().clamp(min=1)
 
 
 def mean_over_layers(layer_loss: Callable[[Routing], Tensor], routings: Sequence[Routing]) -> Tensor:
+    if not routings:
+        raise ValueError("there is no routing to take a loss of: none of the layers is routed")
     return torch.stack([layer_loss(routing) for routing in routings]).mean()

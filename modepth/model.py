@@ -29,7 +29,7 @@ class Output(NamedTuple):
 
     logits_BTV: Tensor
     loss: Tensor | None  # cross-entropy alone, the mean over real targets; None without targets
-    router_losses: dict[str, Tensor]  # by name, unweighted
+    router_losses: dict[str, Tensor]  # by name, unweighted; of mode "topk", whose choices are the targets
     router_loss: Tensor  # their weighted sum, 0 if there are none
     routings: tuple[Routing, ...]  # one a routed layer, in order
 
@@ -63,7 +63,7 @@ class Transformer(nn.Module):
     def reset_parameters(self) -> None:
         """Normal, std 0.02; projections back into the stream smaller, so that depth does not widen it."""
         for name, module in self.named_modules():
-            if isinstance(module, Router):
+            if isinstance(module, Router | nn.RMSNorm):
                 module.reset_parameters()
             elif isinstance(module, nn.Linear | nn.Embedding) and ".router." not in name:
                 into_stream = name.endswith(("o_proj", "down_proj"))
@@ -84,14 +84,14 @@ class Transformer(nn.Module):
         mode      "causal" decides each token by itself, as generation does; "topk" is for training
         lengths   the number of real tokens of each row, (B,), the rest being padding
         """
-        self.check_shapes(tokens_BT, targets, lengths)
+        self.check_shapes(tokens_BT, targets)
         B, T = tokens_BT.shape
         if lengths is None:
             lengths = torch.full((B,), T, device=tokens_BT.device)
-        real_BT = real_tokens(lengths, T)
+        real_BT = real_tokens(lengths, B, T)
         x_BTD = self.dropout(self.embed_tokens(tokens_BT))
-        position_BT = torch.arange(T, device=tokens_BT.device).expand(B, T)
-        rope_BTE = rotary(position_BT, self.config).to(x_BTD.dtype)
+        position_1T = torch.arange(T, device=tokens_BT.device).unsqueeze(0)
+        rope_BTE = rotary(position_1T, self.config).to(x_BTD.dtype).expand(B, -1, -1).contiguous()
         routings = []
         for layer in self.layers:
             x_BTD, routing = self.run_layer(layer, x_BTD, rope_BTE, real_BT, mode)
@@ -99,21 +99,20 @@ class Transformer(nn.Module):
                 routings.append(routing)
         logits_BTV = self.lm_head(self.norm(x_BTD))
         loss = None if targets is None else language_loss(logits_BTV, targets, real_BT)
-        losses, weighted = {}, logits_BTV.new_zeros(())
-        if targets is not None and self.config.routing is not None:
+        losses, router_loss = {}, logits_BTV.new_zeros(())
+        if mode == "topk" and self.config.routing is not None:
             losses = router_losses(routings, self.config.routing)
-            if losses:
-                weighted = weighted_sum(losses, self.config.routing.losses)
-        return Output(logits_BTV, loss, losses, weighted, tuple(routings))
+            router_loss = weighted_sum(losses, self.config.routing.losses).to(logits_BTV.device)
+        return Output(logits_BTV, loss, losses, router_loss, tuple(routings))
 
-    def check_shapes(self, tokens_BT: Tensor, targets: Tensor | None, lengths: Tensor | None) -> None:
+    def check_shapes(self, tokens_BT: Tensor, targets: Tensor | None) -> None:
         check_tokens_form(tokens_BT)
-        B, T = tokens_BT.shape
-        if self.config.max_length < T:
-            raise ValueError(f"{T} tokens are more than the model's max_length {self.config.max_length}")
-        for name, value, shape in (("targets", targets, (B, T)), ("lengths", lengths, (B,))):
-            if value is not None and value.shape != shape:
-                raise ValueError(f"{name} must have the shape {shape}, got {tuple(value.shape)}")
+        if self.config.max_length < tokens_BT.shape[1]:
+            raise ValueError(
+                f"{tokens_BT.shape[1]} tokens are more than the model's max_length {self.config.max_length}"
+            )
+        if targets is not None and targets.shape != tokens_BT.shape:
+            raise ValueError(f"targets must have the shape {tuple(tokens_BT.shape)}, got {tuple(targets.shape)}")
 
     def run_layer(
         self, layer: nn.Module, x_BTD: Tensor, rope_BTE: Tensor, real_BT: Tensor, mode: Mode
@@ -235,7 +234,7 @@ def rotate(x_BTHE: Tensor, rope_BTE: Tensor) -> Tensor:
 
 def language_loss(logits_BTV: Tensor, targets_BT: Tensor, real_BT: Tensor) -> Tensor:
     """Mean cross-entropy over the real targets, 0 if there are none."""
-    targets_BT = targets_BT.masked_fill(~real_BT, IGNORED)
+    targets_BT = targets_BT.long().masked_fill(~real_BT, IGNORED)
     wide = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
     total = F.cross_entropy(wide.flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED, reduction="sum")
     return total / (targets_BT != IGNORED).sum().clamp(min=1)
@@ -245,7 +244,12 @@ def language_loss(logits_BTV: Tensor, targets_BT: Tensor, real_BT: Tensor) -> Te
 
 
 def check_tokens(tokens_BT: Tensor, vocab_size: int) -> None:
-    """Raise unless all ids are in the vocabulary. Call it where tokens enter: a forward must not branch on data."""
+    """Raise unless all ids are in the vocabulary. Call it where tokens enter: a forward must not branch on data.
+
+    >>> check_tokens(torch.tensor([[3, 300]]), vocab_size=256)
+    Traceback (most recent call last):
+    ValueError: token ids must be in 0..255, got 300 at row 0, position 1
+    """
     check_tokens_form(tokens_BT)
     outside_BT = (tokens_BT < 0) | (tokens_BT >= vocab_size)
     if outside_BT.any():
@@ -257,6 +261,8 @@ def check_tokens(tokens_BT: Tensor, vocab_size: int) -> None:
 
 
 def check_tokens_form(tokens_BT: Tensor) -> None:
+    if not isinstance(tokens_BT, Tensor):
+        raise ValueError(f"tokens must be a torch tensor, got {type(tokens_BT).__name__}")
     if tokens_BT.dim() != 2 or tokens_BT.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"tokens must be whole numbers (int64 or int32) of shape (batch, tokens), "

@@ -17,6 +17,7 @@ with the later ones; "causal" decides each token by itself, for evaluation and g
 Shapes: B batch, T tokens, K slots of the routed tokens, D width.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from modepth.config import Mode, RoutingConfig
-from modepth.validation import check_choice, check_count
+from modepth.validation import check_choice, check_count, check_instance
 
 Count = TypeVar("Count", int, Tensor)
 
@@ -37,14 +38,19 @@ def num_routed(length: Count, capacity: float) -> Count:
     >>> num_routed(100, 0.07)  # 0.07 * 100 is 7.000000000000001 in floating point
     7
     """
+    if isinstance(length, Tensor):
+        length = length.to(torch.int64)
     # A capacity is meant as the simple fraction nearest to its float: 7/100, 1/3.
     share = Fraction(max(capacity, 1e-9)).limit_denominator(10**9)
     return -(-length * share.numerator // share.denominator)
 
 
-def real_tokens(lengths_B: Tensor, num_tokens: int) -> Tensor:
+def real_tokens(lengths_B: Tensor, B: int, T: int) -> Tensor:
     """The mask of rows that hold their real tokens first, then padding."""
-    return torch.arange(num_tokens, device=lengths_B.device) < lengths_B.unsqueeze(1)
+    if not isinstance(lengths_B, Tensor) or lengths_B.shape != (B,) or lengths_B.is_floating_point():
+        got = f"{lengths_B.dtype} {tuple(lengths_B.shape)}" if isinstance(lengths_B, Tensor) else repr(lengths_B)
+        raise ValueError(f"lengths must be a tensor of {B} whole numbers, one a row, got {got}")
+    return torch.arange(T, device=lengths_B.device) < lengths_B.unsqueeze(1)
 
 
 # -- the decision
@@ -56,7 +62,12 @@ class Routing:
 
     Valid slots come first, sorted by position; invalid ones last, at tokens that were not chosen.
     So a row's indices are unique, the scatter is deterministic, and the ordinary causal mask over
-    the K slots is exact, even for ragged rows.
+    the K slots is exact, even for ragged rows. (Soft selection has a slot for every token, so there
+    "valid" means real, and which tokens are blended is said by `chosen_BT` alone.)
+
+    >>> routing = Router(16, RoutingConfig(capacity=0.25))(torch.randn(2, 20, 16))
+    >>> routing.chosen_BT.shape, routing.index_BK.shape
+    (torch.Size([2, 20]), torch.Size([2, 5]))
     """
 
     layer: int
@@ -66,7 +77,7 @@ class Routing:
     chosen_BT: Tensor  # bool: the decision
     index_BK: Tensor  # the token in each slot
     valid_BK: Tensor  # bool: the slot holds a token that takes part
-    gate_BK: Tensor  # what blends, 0 in invalid slots
+    gate_BK: Tensor  # what blends, 0 for a token not chosen
     bypass_BT: Tensor | None  # what multiplies the output of skipped tokens (1 elsewhere), None for 1
     num_unfilled_B: Tensor  # slots of the row's k that found no willing token
     num_dropped_B: Tensor  # willing tokens that found no slot; in top-k every token is willing
@@ -83,29 +94,43 @@ class Routing:
 
     def _flat_index(self) -> Tensor:
         B, T = self.logit_BT.shape
-        row_start_B1 = torch.arange(0, B * T, T, device=self.index_BK.device).unsqueeze(1)
+        row_start_B1 = T * torch.arange(B, device=self.index_BK.device).unsqueeze(1)
         return (self.index_BK + row_start_B1).flatten()
 
     @property
     def finite(self) -> Tensor:
-        """Whether every real token's score is finite, as a tensor: a forward must not branch on it."""
-        return (self.logit_BT.isfinite() | ~self.real_BT).all()
+        """Whether every real token's scores are finite, as a tensor: a forward must not branch on it."""
+        return ~self._bad_BT().any()
 
     def check(self) -> None:
         """Raise if a score is NaN or infinite. Call it outside the forward."""
         if not self.finite:
-            row, token = ((~self.logit_BT.isfinite()) & self.real_BT).nonzero()[0].tolist()
-            score = self.logit_BT[row, token].item()
+            row, token = self._bad_BT().nonzero()[0].tolist()
+            scores = [
+                score_BT[row, token].item() for score_BT in (self.logit_BT, self.predicted_BT) if score_BT is not None
+            ]
+            score = next(score for score in scores if not math.isfinite(score))
             raise FloatingPointError(
                 f"layer {self.layer}: the router score of row {row}, token {token} is {score}, "
                 "so the routing means nothing: look for an overflow in earlier layers or too high a learning rate"
             )
+
+    def _bad_BT(self) -> Tensor:
+        finite_BT = self.logit_BT.isfinite()
+        if self.predicted_BT is not None:
+            finite_BT = finite_BT & self.predicted_BT.isfinite()
+        return self.real_BT & ~finite_BT
 
 
 def apply_routed(x_BTD: Tensor, routing: Routing, block: Callable[[Tensor], Tensor]) -> Tensor:
     """Pass the chosen tokens through `block` and blend its output; all others skip it.
 
     `block` maps (B, K, D) to (B, K, D) and contains its residual.
+
+    >>> x = torch.randn(2, 20, 16)
+    >>> routing = Router(16, RoutingConfig(capacity=0.25))(x)
+    >>> (apply_routed(x, routing, torch.exp) != x).any(-1).equal(routing.chosen_BT)
+    True
     """
     out_BTD = x_BTD
     if routing.index_BK.shape[1] > 0:
@@ -114,8 +139,9 @@ def apply_routed(x_BTD: Tensor, routing: Routing, block: Callable[[Tensor], Tens
         check_block_output(y_BKD, x_BKD)
         # lerp is exact at gate 0 and 1, where x + gate * (y - x) is not.
         blended_BKD = torch.lerp(x_BKD, y_BKD.to(x_BTD.dtype), routing.gate_BK.unsqueeze(-1).to(x_BTD.dtype))
-        # Invalid slots are restored, not blended with gate 0: 0 * inf is NaN.
-        out_BTD = routing.scatter(x_BTD, torch.where(routing.valid_BK.unsqueeze(-1), blended_BKD, x_BKD))
+        # The others in the slots are restored, not blended with gate 0: 0 * inf is NaN.
+        chosen_BK = routing.chosen_BT.gather(1, routing.index_BK)
+        out_BTD = routing.scatter(x_BTD, torch.where(chosen_BK.unsqueeze(-1), blended_BKD, x_BKD))
     return out_BTD if routing.bypass_BT is None else out_BTD * routing.bypass_BT.unsqueeze(-1).to(x_BTD.dtype)
 
 
@@ -253,7 +279,12 @@ class Router(nn.Module):
     """Scores the tokens of one layer and decides which are computed.
 
     One projection of the residual stream, in float32 or wider whatever the model's precision.
-    `cutoff` is the threshold of the cutoff rule; no forward changes it.
+    `cutoff` is the score that threshold selection and the cutoff rule ask for. It starts at the config's,
+    is saved with the weights, and no forward changes it: `router.cutoff.fill_(0.3)` does.
+
+    >>> router = Router(16, RoutingConfig(capacity=0.25))
+    >>> router(torch.randn(2, 20, 16)).chosen_BT.sum(1)
+    tensor([5, 5])
     """
 
     cutoff: Tensor
@@ -261,6 +292,7 @@ class Router(nn.Module):
     def __init__(self, dim: int, config: RoutingConfig, layer: int = 0) -> None:
         super().__init__()
         check_count("dim", dim, low=1)
+        check_instance("routing", config, RoutingConfig)
         self.config = config
         self.layer = layer
         dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
@@ -277,23 +309,31 @@ class Router(nn.Module):
             nn.init.zeros_(self.score.weight)
         else:
             nn.init.normal_(self.score.weight, std=0.02)
+        self.cutoff.fill_(self.config.cutoff)
         for module in self.predictor or ():
             if isinstance(module, nn.Linear):
                 module.reset_parameters()
 
-    def forward(
-        self, x_BTD: Tensor, real_BT: Tensor | None = None, position_BT: Tensor | None = None, mode: Mode = "topk"
-    ) -> Routing:
-        """Decide for every token of (B, T, D); `position_BT` counts a row's real tokens from 0 unless given."""
+    def forward(self, x_BTD: Tensor, real_BT: Tensor | None = None, mode: Mode = "topk") -> Routing:
+        """Decide for every token of (B, T, D); `real_BT` is False at padding."""
         check_choice("mode", mode, Mode)
-        B, T, _ = x_BTD.shape
         if real_BT is None:
-            real_BT = torch.ones((B, T), dtype=torch.bool, device=x_BTD.device)
-        if position_BT is None:
-            position_BT = real_BT.cumsum(1) - 1
+            real_BT = torch.ones(x_BTD.shape[:2], dtype=torch.bool, device=x_BTD.device)
+        self.check_shapes(x_BTD, real_BT)
         logit_BT, predicted_BT = self.scores(x_BTD)
+        position_BT = real_BT.cumsum(1) - 1
         tokens = Candidates(logit_BT, predicted_BT, real_BT, position_BT, self.cutoff, self.layer)
         return decide(tokens, self.config, mode)
+
+    def check_shapes(self, x_BTD: Tensor, real_BT: Tensor) -> None:
+        dim = self.score.in_features
+        if x_BTD.dim() != 3 or x_BTD.shape[2] != dim:
+            raise ValueError(f"tokens must have the shape (batch, tokens, {dim}), got {tuple(x_BTD.shape)}")
+        if real_BT.dtype != torch.bool or real_BT.shape != x_BTD.shape[:2]:
+            raise ValueError(
+                f"the mask of real tokens must be bool of shape {tuple(x_BTD.shape[:2])}, "
+                f"got {real_BT.dtype} {tuple(real_BT.shape)}"
+            )
 
     def scores(self, x_BTD: Tensor) -> tuple[Tensor, Tensor | None]:
         """Every token's logit, and the predictor's, which sees the stream but does not shape it."""
@@ -321,13 +361,13 @@ def decide(tokens: Candidates, config: RoutingConfig, mode: Mode) -> Routing:
     gate_BT = GATES[config.gate](logit_BT)
     bypass_BT = torch.where(real_BT & ~chosen_BT, gate_BT, 1.0) if config.weigh_bypass else None
     if config.selection == "soft":
-        # Every token is computed, in its place; the chosen ones are blended.
-        index_BK, valid_BK = torch.arange(real_BT.shape[1], device=real_BT.device).expand_as(real_BT), real_BT
-        gate_BT = torch.where(chosen_BT, gate_BT, 0.0)
+        # Every real token is computed and attends; only the chosen ones are blended.
+        index_BK, valid_BK = lay_out(real_BT, real_BT.shape[1])
+    elif mode == "topk":
+        index_BK, valid_BK = lay_out(chosen_BT, num_routed(real_BT.shape[1], config.capacity))
     else:
-        # Static in training. In causal mode as few slots as the fullest row needs.
-        num_slots = num_routed(real_BT.shape[1], config.capacity) if mode == "topk" else int(chosen_BT.sum(1).max())
-        index_BK, valid_BK = lay_out(chosen_BT, num_slots)
+        # As few slots as the fullest row needs: at inference shapes may follow the data.
+        index_BK, valid_BK = lay_out(chosen_BT, max(chosen_BT.sum(1).tolist(), default=0))
     return Routing(
         layer=tokens.layer,
         logit_BT=logit_BT,
@@ -336,7 +376,7 @@ def decide(tokens: Candidates, config: RoutingConfig, mode: Mode) -> Routing:
         chosen_BT=chosen_BT,
         index_BK=index_BK,
         valid_BK=valid_BK,
-        gate_BK=torch.where(valid_BK, gate_BT.gather(1, index_BK), 0.0),
+        gate_BK=torch.where(chosen_BT, gate_BT, 0.0).gather(1, index_BK),
         bypass_BT=bypass_BT,
         num_unfilled_B=(k_B - chosen_BT.sum(1)).clamp(min=0),
         num_dropped_B=(willing_BT & ~chosen_BT).sum(1),

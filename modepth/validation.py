@@ -1,25 +1,31 @@
 """Checks of single values, each raising a ValueError with the name, the value and the allowed range."""
 
 import math
+import sys
 from typing import Any, TypeGuard, get_args
 
 
 def check_capacity(value: object) -> None:
     if not is_number(value) or not 0 < value <= 1:
         hint = " (to keep a layer dense, leave it out of the routed layers)" if is_number(value) else ""
-        raise ValueError(f"capacity must be a number in (0, 1], got {value!r}{hint}")
+        raise ValueError(f"capacity must be a number in (0, 1], got {shown(value)}{hint}")
 
 
-def check_number(name: str, value: object, *, low: float, high: float | None = None) -> None:
+def check_number(name: str, value: object, *, low: float = -math.inf, high: float = math.inf) -> None:
     """A finite number, `low` included, `high` not."""
-    if not is_number(value) or not low <= value or not (math.isfinite(value) if high is None else value < high):
-        allowed = f"a finite number >= {low}" if high is None else f"a number in [{low}, {high})"
-        raise ValueError(f"{name} must be {allowed}, got {value!r}")
+    # Compared with the largest float rather than by isfinite, which fails on whole numbers beyond it.
+    if not is_number(value) or not low <= value < high or not abs(value) <= sys.float_info.max:
+        allowed = "a finite number"
+        if high < math.inf:
+            allowed = f"a number in [{low}, {high})"
+        elif low > -math.inf:
+            allowed = f"a finite number >= {low}"
+        raise ValueError(f"{name} must be {allowed}, got {shown(value)}")
 
 
 def check_count(name: str, value: object, *, low: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < low:
-        raise ValueError(f"{name} must be a whole number >= {low}, got {value!r}")
+        raise ValueError(f"{name} must be a whole number >= {low}, got {shown(value)}")
 
 
 def check_layers(layers: object) -> None:
@@ -46,6 +52,15 @@ def check_flag(name: str, value: object) -> None:
 def check_instance(name: str, value: object, kind: type) -> None:
     if not isinstance(value, kind):
         raise ValueError(f"{name} must be a {kind.__name__}, got {value!r}")
+
+
+def shown(value: object) -> str:
+    """A value for an error message: short, whatever it is."""
+    try:
+        text = repr(value)
+    except ValueError:  # a whole number of thousands of digits
+        text = f"a {type(value).__name__} too long to print"
+    return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 def is_number(value: object) -> TypeGuard[float]:

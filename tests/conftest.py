@@ -26,3 +26,9 @@ def fp64():
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def fresh_compiler():
+    """Nothing compiled before, so that a limit on recompilations counts this test alone."""
+    torch._dynamo.reset()

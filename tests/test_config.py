@@ -46,6 +46,8 @@ def test_the_error_of_a_large_capacity_gives_the_fix():
         ("rule", "predictor"),
         ("seed", -1),
         ("losses", {"z": 1.0}),
+        ("cutoff", math.nan),
+        ("cutoff", "0"),
     ],
 )
 def test_a_bad_routing_field_is_named(field, value):
@@ -66,6 +68,8 @@ def test_a_bad_routing_field_is_named(field, value):
         ("mlp_dim", -1),
         ("max_length", math.nan),
         ("rope_theta", math.inf),
+        ("rope_theta", 10**400),
+        pytest.param("dim", -(10**5000), id="dim-long"),
         ("norm_eps", math.nan),
         ("dropout", 1.0),
         ("dropout", -0.1),
@@ -163,6 +167,9 @@ def test_a_missing_field_is_named():
         ("a.yaml", b"dim: [", "a.yaml: not valid YAML"),
         ("a.json", b"{'dim': 3}", "a.json: not valid JSON"),
         ("a.json", b"[" * 100_000, "a.json: not valid JSON"),
+        ("a.json", b'{"dim": ' + b"9" * 5000 + b"}", "a.json: not valid JSON"),
+        ("a.yaml", b"dim: 2020-13-45", "a.yaml: not valid YAML"),
+        ("a.yaml", b"dim: 4\ndim: 8", "a.yaml: not valid YAML: the key 'dim' is given twice"),
         ("a.yaml", b"- 1\n- 2\n", "a.yaml: expected a mapping of ModelConfig fields, got list"),
         ("a.yaml", b"", "a.yaml: expected a mapping of ModelConfig fields, got NoneType"),
         ("a.yaml", b"\xff\xfe\x00", "a.yaml: not UTF-8 text"),
@@ -175,6 +182,13 @@ def test_a_bad_file_is_named(tmp_path, name, content, message):
     path.write_bytes(content)
     with pytest.raises(ValueError, match=message):
         read_model_config(path)
+
+
+def test_yaml_reads_exponents_as_numbers(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("vocab_size: 9\nnum_layers: 2\ndim: 4\nnum_heads: 1\nnorm_eps: 1e-5\nrope_theta: 5E5\n")
+    config = read_model_config(path)
+    assert (config.norm_eps, config.rope_theta) == (1e-5, 5e5)
 
 
 def test_a_directory_is_not_a_config(tmp_path):

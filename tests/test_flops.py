@@ -1,6 +1,7 @@
 """Counts from a config against torch's own counter and the module's parameters; the command that prints them."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -58,7 +59,9 @@ def check_count(config, length):
     assert flops.forward_flops(config, length) == pytest.approx(forward, rel=0.01)
     assert flops.training_flops(config, length) == pytest.approx(training, rel=0.01)
     # what the options leave out is exactly the logits, and half of the scores
-    attended = [layer.num_attended for layer in flops.layer_flops(config, length)]
+    few = config.routing is not None and config.routing.part != "mlp" and config.routing.selection != "soft"
+    k = math.ceil(round(length * config.routing.capacity, 6)) if few else length
+    attended = [k if layer in config.routed_layers else length for layer in range(config.num_layers)]
     for count, times in ((flops.forward_flops, 1), (flops.training_flops, 3)):
         logits = 2 * length * config.dim * config.vocab_size
         assert count(config, length) - count(config, length, logits=False) == times * logits
@@ -82,6 +85,11 @@ def test_cache_bytes_count_the_tokens_that_each_layer_attends(part, written):
     config = tiny_config(part=part, capacity=0.125, layers=(1, 3), max_length=128)  # 5 layers, 3 heads of 10
     assert flops.cache_bytes(config, 100, value_bytes=2) == (3 * 100 + 2 * written) * (2 * 3 * 10 * 2 + 4)
     assert num_routed(100, 0.125) == 13
+
+
+def test_a_length_below_one_is_refused():
+    with pytest.raises(ValueError, match="length must be a whole number >= 1, got -3"):
+        flops.forward_flops(tiny_config(), -3)
 
 
 def test_the_papers_ratio():

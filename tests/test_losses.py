@@ -69,6 +69,20 @@ def test_balance_loss_is_the_squared_distance_of_the_willing_share_and_its_gradi
             assert toward_BT[0].sum() > 0
 
 
+@pytest.mark.law
+@pytest.mark.parametrize("loss", [router_loss, z_loss])
+def test_losses_of_the_router_reach_router_and_stream(loss):
+    model = tiny_model()
+    loss(model(tiny_tokens(), mode="topk").routings).backward()
+    for weight in (model.layers[1].router.score.weight, model.layers[0].mlp.down_proj.weight):
+        assert weight.grad.abs().sum() > 0
+
+
+def test_a_loss_of_no_routing_is_refused():
+    with pytest.raises(ValueError, match="there is no routing to take a loss of"):
+        z_loss([])
+
+
 def test_only_the_losses_asked_for_are_there_and_their_weighted_sum_is_added():
     tokens = tiny_tokens()
     weights = LossWeights(predictor=0.5, router=0.25, balance=3.0, z=0.125)

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -45,6 +46,7 @@ def test_k_of_capacities_that_floating_point_gets_wrong():
     assert num_routed(100, 0.07) == 7 != math.ceil(0.07 * 100)
     assert num_routed(3, 1 / 3) == 1
     assert num_routed(10**6, 1e-12) == 1
+    assert num_routed(torch.tensor([100], dtype=torch.int16), 0.123456789).item() == 13
     assert [num_routed(T, 1.0) for T in range(5)] == [0, 1, 2, 3, 4]
 
 
@@ -52,12 +54,26 @@ def test_k_of_capacities_that_floating_point_gets_wrong():
 
 
 @pytest.mark.law
+@pytest.mark.parametrize("selection", ["topk", "random", "stride"])
+def test_exactly_k_valid_slots_sorted_and_unique_for_every_length(selection):
+    for T in range(1, 65):
+        for capacity in (0.01, 0.07, 0.125, 1 / 3, 0.5, 0.95, 1.0):
+            generator = torch.Generator().manual_seed(T)
+            check_slots(
+                T, capacity, selection, torch.randn((5, T, 7), generator=generator), ragged_mask(5, T, generator)
+            )
+
+
+@pytest.mark.law
 @given(T=lengths, capacity=capacities, selection=st.sampled_from(["topk", "random", "stride"]), seed=seeds)
-def test_exactly_k_valid_slots_sorted_and_unique(T, capacity, selection, seed):
+def test_exactly_k_valid_slots_sorted_and_unique_for_any_capacity(T, capacity, selection, seed):
     generator = torch.Generator().manual_seed(seed)
     x_BTD = torch.randn((5, T, 7), generator=generator)
-    real_BT = ragged_mask(5, T, generator)
-    routing = make_router(capacity=capacity, selection=selection, seed=seed)(x_BTD, real_BT)
+    check_slots(T, capacity, selection, x_BTD, ragged_mask(5, T, generator))
+
+
+def check_slots(T, capacity, selection, x_BTD, real_BT):
+    routing = make_router(capacity=capacity, selection=selection)(x_BTD, real_BT)
     assert routing.index_BK.shape == (5, num_routed(T, capacity))
     for row in range(5):
         members = routing.index_BK[row][routing.valid_BK[row]].tolist()
@@ -81,6 +97,37 @@ def test_top_k_chooses_the_best_real_tokens_and_the_lowest_index_among_equals(T,
         real = real_BT[row].nonzero().flatten().tolist()
         expected = top_slowly(score_BT[row].tolist(), real, num_routed(len(real), capacity))
         assert chosen_BT[row].nonzero().flatten().tolist() == expected
+
+
+@pytest.mark.law
+@given(
+    T=lengths, capacity=capacities, seed=seeds, selection=st.sampled_from(["topk", "soft", "token_choice", "threshold"])
+)
+def test_a_learned_selection_takes_the_tokens_of_highest_logit(T, capacity, seed, selection):
+    generator = torch.Generator().manual_seed(seed)
+    x_BTD, real_BT = torch.randn((3, T, 7), generator=generator), ragged_mask(3, T, generator)
+    routing = make_router(capacity=capacity, selection=selection, cutoff=0.4)(x_BTD, real_BT)
+    lowest = {"token_choice": 0.0, "threshold": 0.4}.get(selection, -math.inf)
+    for row in range(3):
+        logits, real = routing.logit_BT[row].tolist(), real_BT[row].nonzero().flatten().tolist()
+        willing, k = [token for token in real if logits[token] >= lowest], num_routed(len(real), capacity)
+        members = top_slowly(logits, willing, k)
+        assert routing.chosen_BT[row].nonzero().flatten().tolist() == members
+        assert routing.num_unfilled_B[row] == k - len(members)
+        assert routing.num_dropped_B[row] == len(willing) - len(members)
+
+
+@pytest.mark.law
+@pytest.mark.parametrize("selection", SELECTIONS)
+def test_gradients_are_finite_for_every_length(selection):
+    for T in range(1, 65):
+        for capacity in (0.01, 0.125, 0.5, 1.0):
+            x_BTD = torch.randn(3, T, 7, requires_grad=True)
+            router = make_router(capacity=capacity, selection=selection)
+            routing = router(x_BTD, ragged_mask(3, T, torch.Generator().manual_seed(T)))
+            apply_routed(x_BTD, routing, lambda x: x + x.tanh()).square().sum().backward()
+            assert x_BTD.grad.isfinite().all()
+            assert router.score.weight.grad.isfinite().all()
 
 
 @pytest.mark.law
@@ -125,6 +172,13 @@ def test_a_score_that_is_not_finite_is_found_by_the_check_which_names_the_layer(
         routing.check()
     real_BT[1, 4] = False
     router(x_BTD, real_BT).check()  # padding may hold anything
+
+
+def test_a_predictor_score_that_is_not_finite_is_found_too():
+    router = make_router(capacity=0.5, predictor=5, rule="predictor")
+    torch.nn.init.constant_(router.predictor[2].bias, math.nan)
+    with pytest.raises(FloatingPointError, match="layer 3: the router score of row 0, token 0 is nan"):
+        router(torch.randn(2, 11, 7), mode="causal").check()
 
 
 @pytest.mark.law
@@ -227,6 +281,24 @@ def test_soft_computes_every_token_and_blends_those_of_the_top_capacity():
     assert routing.chosen_BT.sum(1).tolist() == [6, 3, 0]
     changed_BT = (out_BTD != x_BTD).any(-1)
     assert torch.equal(changed_BT, routing.chosen_BT)
+    infinite_BTD = apply_routed(x_BTD, routing, lambda x: torch.full_like(x, math.inf))
+    assert torch.equal(infinite_BTD[~routing.chosen_BT], x_BTD[~routing.chosen_BT])
+
+
+@pytest.mark.law
+@pytest.mark.parametrize("selection", SELECTIONS)
+def test_a_causal_block_never_sees_padding_wherever_it_stands(selection):
+    router, block = make_router(capacity=0.5, selection=selection).double(), MixingBlock(7).double()
+    x_BTD = torch.randn(3, 13, 7, dtype=torch.float64)
+    real_BT = torch.rand(3, 13) < 0.6
+    real_BT[:, :3] = False
+    with torch.no_grad():
+        together_BTD = apply_routed(x_BTD, router(x_BTD, real_BT), block)
+        for row in range(3):
+            alone_1KD = x_BTD[row : row + 1, real_BT[row]]
+            out_1KD = apply_routed(alone_1KD, router(alone_1KD), block)
+            torch.testing.assert_close(together_BTD[row, real_BT[row]], out_1KD[0], rtol=0, atol=1e-12)
+            assert torch.equal(together_BTD[row, ~real_BT[row]], x_BTD[row, ~real_BT[row]])
 
 
 def test_a_block_of_another_shape_is_refused():
@@ -268,7 +340,7 @@ def test_random_and_stride_depend_on_seed_layer_and_position_alone():
         for config in (stride, random):
             chosen = Router(7, config, layer=1)(x_BTD, mode=mode).chosen_BT
             assert torch.equal(chosen, Router(7, config, layer=1)(other_BTD, mode=mode).chosen_BT)
-        other_layer, other_seed = Router(7, random, layer=2), Router(7, RoutingConfig(selection="random", seed=5), 1)
+        other_layer, other_seed = Router(7, random, layer=2), Router(7, replace(random, seed=5), layer=1)
         assert not torch.equal(chosen, other_layer(x_BTD, mode=mode).chosen_BT)
         assert not torch.equal(chosen, other_seed(x_BTD, mode=mode).chosen_BT)
 
@@ -305,9 +377,8 @@ def test_token_choice_leaves_slots_unfilled_and_drops_the_surplus_by_score_in_tr
 
 @pytest.mark.law
 def test_threshold_takes_at_most_k_of_those_that_reach_the_cutoff():
-    router = Router(1, RoutingConfig(capacity=0.5, selection="threshold"))
+    router = Router(1, RoutingConfig(capacity=0.5, selection="threshold", cutoff=1.0))
     torch.nn.init.ones_(router.score.weight)
-    router.cutoff.fill_(1.0)
     x_BTD = torch.tensor([[0.0, 3, 1, 2, 4, 0.5], [0, 0, 1, 0, 0, 0]]).unsqueeze(-1)
     routing = router(x_BTD)
     assert routing.index_BK.shape == (2, 3)
@@ -330,8 +401,17 @@ def test_in_causal_mode_a_token_is_chosen_when_its_score_reaches_the_threshold_o
     }[rule]
     assert 0 < routing.chosen_BT.sum() < routing.chosen_BT.numel()
     assert torch.equal(routing.chosen_BT, score_BT >= threshold)
-    everyone = make_router(capacity=1.0, rule=rule, predictor=5)
+    everyone = make_router(capacity=1.0, rule=rule, predictor=5, cutoff=9.0)
     assert everyone(x_BTD, mode="causal").chosen_BT.all()
+
+
+@pytest.mark.law
+@pytest.mark.parametrize("rule", ["cutoff", "router", "predictor"])
+def test_a_score_equal_to_the_threshold_is_enough(rule):
+    router = Router(7, RoutingConfig(capacity=0.5, rule=rule, predictor=5, router_init="zero"))
+    for parameter in router.predictor.parameters():
+        torch.nn.init.zeros_(parameter)
+    assert router(torch.randn(2, 11, 7), mode="causal").chosen_BT.all()
 
 
 def test_when_nobody_is_chosen_the_block_is_not_called():
@@ -359,6 +439,33 @@ def test_the_router_stays_float32_when_its_model_is_cast_and_computes_in_float32
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(router(x_BTD).logit_BT, routing.logit_BT)
     assert {tensor.dtype for tensor in router.double().state_dict().values()} == {torch.float64}
+
+
+def test_routers_begin_as_configured():
+    assert Router(4000, RoutingConfig()).score.weight.std().item() == pytest.approx(0.02, rel=0.1)
+    assert not Router(7, RoutingConfig(router_init="zero")).score.weight.any()
+    assert Router(7, RoutingConfig(cutoff=0.3)).cutoff.item() == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((torch.randn(4, 7),), r"tokens must have the shape \(batch, tokens, 7\), got \(4, 7\)"),
+        ((torch.randn(1, 4, 6),), r"tokens must have the shape \(batch, tokens, 7\), got \(1, 4, 6\)"),
+        ((torch.randn(1, 4, 7), torch.ones(1, 5).bool()), r"must be bool of shape \(1, 4\), got torch.bool \(1, 5\)"),
+        ((torch.randn(1, 4, 7), torch.ones(1, 4).long()), r"must be bool of shape \(1, 4\), got torch.int64 \(1, 4\)"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        make_router(capacity=0.5)(*arguments)
+
+
+@pytest.mark.parametrize("mode", ["topk", "causal"])
+@pytest.mark.parametrize("shape", [(0, 4, 7), (2, 0, 7)])
+def test_an_empty_batch_passes(shape, mode):
+    x_BTD = torch.zeros(shape)
+    assert apply_routed(x_BTD, make_router(capacity=0.5)(x_BTD, mode=mode), torch.exp).shape == shape
 
 
 def test_an_unknown_mode_is_refused():
