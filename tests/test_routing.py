@@ -42,6 +42,7 @@ def test_k_is_the_exact_ceiling_for_ints_and_tensors(parts, length):
     assert num_routed(torch.tensor([length]), parts / 10**6).item() == expected
 
 
+@pytest.mark.law
 def test_k_of_capacities_that_floating_point_gets_wrong():
     assert num_routed(100, 0.07) == 7 != math.ceil(0.07 * 100)
     assert num_routed(3, 1 / 3) == 1
