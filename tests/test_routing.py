@@ -165,12 +165,13 @@ def test_a_score_that_is_not_finite_is_found_by_the_check_which_names_the_layer(
     healthy = router(x_BTD)
     healthy.check()
     assert healthy.finite
-    x_BTD[1, 4] = bad
+    x_BTD[1, 4] = torch.tensor([bad] + [0.0] * 6)  # alone, or infinities of both signs would make it NaN
     real_BT = torch.ones(2, 11, dtype=torch.bool)
     routing = router(x_BTD, real_BT)  # the forward itself does not raise
     assert not routing.finite
     with pytest.raises(FloatingPointError, match=r"layer 3: the router score of row 1, token 4 is (nan|-?inf)"):
         routing.check()
+    assert routing.logit_BT[1, 4].abs().item() == pytest.approx(abs(bad), nan_ok=True)
     real_BT[1, 4] = False
     router(x_BTD, real_BT).check()  # padding may hold anything
 
