@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "losses": {"config", "routing"},
     "flops": {"config", "routing", "validation"},
     "layer": {"config", "routing", "validation"},
-    "model": {"config", "losses", "routing"},
+    "model": {"config", "losses", "routing", "validation"},
     "cli": {"config", "flops", "validation"},
     "__init__": {"config", "flops", "layer", "losses", "model", "routing"},
 }

@@ -306,7 +306,9 @@ def test_a_causal_block_never_sees_padding_wherever_it_stands(selection):
 def test_a_block_of_another_shape_is_refused():
     x_BTD = torch.randn(2, 8, 7)
     routing = make_router(capacity=0.5)(x_BTD)
-    with pytest.raises(ValueError, match=r"shape \(2, 4, 7\), got \(2, 4, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"output of a routed block must be a tensor of shape \(2, 4, 7\), got .* \(2, 4, 3\)"
+    ):
         apply_routed(x_BTD, routing, lambda x: x[..., :3])
     with pytest.raises(ValueError, match="got tuple"):
         apply_routed(x_BTD, routing, lambda x: (x, None))
@@ -452,10 +454,10 @@ def test_routers_begin_as_configured():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((torch.randn(4, 7),), r"tokens must have the shape \(batch, tokens, 7\), got \(4, 7\)"),
-        ((torch.randn(1, 4, 6),), r"tokens must have the shape \(batch, tokens, 7\), got \(1, 4, 6\)"),
-        ((torch.randn(1, 4, 7), torch.ones(1, 5).bool()), r"must be bool of shape \(1, 4\), got torch.bool \(1, 5\)"),
-        ((torch.randn(1, 4, 7), torch.ones(1, 4).long()), r"must be bool of shape \(1, 4\), got torch.int64 \(1, 4\)"),
+        ((torch.randn(4, 7),), r"x must be a tensor of shape \(any, any, 7\), got torch.float32 of shape \(4, 7\)"),
+        ((torch.randn(1, 4, 6),), r"x must be a tensor of shape \(any, any, 7\), got .* \(1, 4, 6\)"),
+        ((torch.randn(1, 4, 7), torch.ones(1, 5).bool()), r"must be a bool tensor of shape \(1, 4\), got .* \(1, 5\)"),
+        ((torch.randn(1, 4, 7), torch.ones(1, 4).long()), r"must be a bool tensor of shape \(1, 4\), got torch.int64"),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(arguments, message):
