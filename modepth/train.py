@@ -1,0 +1,138 @@
+"""The one training loop: any model that returns losses and routings, one process or many.
+
+A step is a straight line: batch -> micro-batches forward and backward -> all ranks agree that the
+numbers are finite -> clip -> update. The batch, the learning rate, the capacity and the dropout are
+pure functions of (seed, step), so a run resumes from weights and optimiser state alone.
+
+Losses divide by the number of real tokens of all ranks; router losses are logged apart.
+"""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from modepth.config import RoutingConfig, TrainConfig
+from modepth.model import IGNORED, Output, Transformer
+from modepth.routing import Routing
+from modepth.schedule import learning_rate_at
+from modepth.world import World
+
+
+class Batch(NamedTuple):
+    """Rows of a step: `lengths_B` real tokens each, targets of IGNORED not counted."""
+
+    tokens_BT: Tensor
+    targets_BT: Tensor
+    lengths_B: Tensor
+
+    @property
+    def num_targets(self) -> int:
+        real_BT = torch.arange(self.tokens_BT.shape[1]) < self.lengths_B.unsqueeze(1)
+        return int(((self.targets_BT != IGNORED) & real_BT).sum())
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.lengths_B.sum())
+
+    def rows(self, rows: slice) -> "Batch":
+        return Batch(*(value[rows] for value in self))
+
+
+class StepResult(NamedTuple):
+    """What one step did, the same on every rank but for `routings`."""
+
+    loss: float
+    router_losses: dict[str, float]
+    gradient_norm: float
+    num_tokens: int
+    problem: str | None  # why the update was not applied
+    routings: tuple[Routing, ...]  # of this rank's last micro-batch
+
+
+def windows_to_batch(windows_BT: Tensor) -> Batch:
+    """Windows of length T + 1, without padding, as inputs and targets."""
+    B, T = windows_BT.shape[0], windows_BT.shape[1] - 1
+    return Batch(windows_BT[:, :-1], windows_BT[:, 1:], torch.full((B,), T))
+
+
+def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW, with weight decay on matrices only."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=True)
+
+
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, config: TrainConfig, world: World, **options: Any
+) -> StepResult:
+    """One update from this rank's rows; `options` go to the model's forward.
+
+    Where a loss, a gradient or a router score of any rank is not finite, no rank applies the update.
+    """
+    counts = world.sum(torch.tensor([batch.num_targets, batch.num_tokens], dtype=torch.int64, device=world.device))
+    num_targets, num_tokens = (max(1, count) for count in counts.tolist())
+    sums: dict[str, Tensor] = {}
+    problems: list[str] = []
+    routings: tuple[Routing, ...] = ()
+    parts = list(micro_batches(batch, config.micro_batch))
+    for number, part in enumerate(parts):
+        with sync_gradients(model, last=number == len(parts) - 1), autocast(config, world):
+            out: Output = model(part.tokens_BT, targets=part.targets_BT, lengths=part.lengths_B, mode="topk", **options)
+            assert out.loss is not None  # targets were given
+            # Means over this part become its share of the mean over the tokens of all ranks.
+            lm_share, router_share = part.num_targets / num_targets, part.num_tokens / num_tokens
+            total = out.loss * lm_share + out.router_loss * router_share
+        (total * world.size).backward()  # DistributedDataParallel divides by the number of ranks
+        routings = out.routings
+        shares = {"loss": out.loss * lm_share} | {name: v * router_share for name, v in out.router_losses.items()}
+        for name, value in shares.items():
+            sums[name] = sums.get(name, 0.0) + value.detach().double()
+        problems += [f"the router scores of layer {routing.layer}" for routing in routings if not routing.finite]
+    norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+    losses = dict(zip(sums, world.sum(torch.stack(list(sums.values()))).tolist(), strict=True))
+    if not math.isfinite(losses["loss"]):
+        problems.append("the loss")
+    if not torch.isfinite(norm):
+        problems.append("the gradient")
+    problem = first_problem(problems, world)
+    if problem is None:
+        optimizer.step()
+    optimizer.zero_grad()
+    return StepResult(losses.pop("loss"), losses, norm.item(), num_tokens, problem, routings)
+
+
+def first_problem(problems: Sequence[str], world: World) -> str | None:
+    """What all ranks call the trouble of any of them, None if there is none."""
+    count = world.sum(torch.tensor([len(problems)], device=world.device))
+    if count.item() == 0:  # the same on every rank, so all take this branch or none
+        return None
+    everyones = [problem for rank in world.exchange(list(problems)) for problem in rank]
+    return f"{everyones[0]} is not finite" if not everyones[0].startswith("the router") else f"{everyones[0]} are not finite"
+
+
+def micro_batches(batch: Batch, rows: int | None) -> Iterator[Batch]:
+    total = batch.tokens_BT.shape[0]
+    for start in range(0, total, rows or total):
+        yield batch.rows(slice(start, start + (rows or total)))
+
+
+def sync_gradients(model: nn.Module, last: bool) -> contextlib.AbstractContextManager[Any]:
+    """Exchange gradients between ranks only in the last backward of a step."""
+    if isinstance(model, DistributedDataParallel) and not last:
+        return model.no_sync()
+    return contextlib.nullcontext()
+
+
+def autocast(config: TrainConfig, world: World) -> contextlib.AbstractContextManager[Any]:
+    if config.precision is None:
+        return contextlib.nullcontext()
+    return torch.autocast(world.device.type, dtype=getattr(torch, config.precision))
