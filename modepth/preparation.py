@@ -28,7 +28,7 @@ from modepth.tokenizer import (
 )
 
 FORMAT = 1  # of data.json
-BPE_SAMPLE_BYTES = 2**25  # of training text: the trainer holds its words in memory
+BPE_SAMPLE_BYTES = 2**24  # of training text: the trainer holds its distinct words, at up to 100 bytes a byte
 OUTPUTS = {f"{split}.tokens" for split in SPLITS} | {"tokenizer.json", "tokenizer_config.json", "data.json"}
 
 Report = Callable[[str, int, int | None], None]  # stage, bytes so far, bytes in all where known
@@ -213,22 +213,35 @@ def sync(path: Path) -> None:
 def check_prepared(folder: str | Path) -> Summary:
     """What data.json says of a prepared folder, once hashes, ids and counts of its token files agree with it."""
     folder = Path(folder)
-    path = folder / "data.json"
+    summary = read_summary(folder / "data.json")
+    vocab_size = load_tokenizer(folder).vocab_size
+    for split, counts in summary["splits"].items():
+        tokens = open_tokens(folder / f"{split}.tokens")
+        verify_hash(tokens)
+        check_ids(tokens)
+        said = {"tokens": counts["tokens"], "bytes": counts["bytes"], "ids": vocab_size}
+        found = {"tokens": tokens.count, "bytes": tokens.num_bytes, "ids": tokens.vocab_size}
+        if found != said:
+            raise ValueError(
+                f"{tokens.path}: data.json says (tokenizer.json for ids) {said}, its header says {found}: "
+                "the files are not of one preparation; prepare the data again"
+            )
+    return summary
+
+
+def read_summary(path: Path) -> Summary:
+    """data.json, with what is printed of it present and whole numbers where it must be."""
     try:
         summary: Summary = json.loads(read_text(path))
-        version, vocab_size = summary["format"], load_tokenizer(folder).vocab_size
-        counts = {split: summary["splits"][split]["tokens"] for split in SPLITS}
+        version = summary["format"]
+        numbers = [summary[name] for name in ("vocab_size", "replaced_characters", "skipped_files")]
+        for split in SPLITS:
+            numbers += [summary["splits"][split][name] for name in ("documents", "bytes", "tokens")]
+        known = isinstance(summary["tokenizer"], str) and sorted(summary["splits"]) == sorted(SPLITS)
     except (json.JSONDecodeError, RecursionError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: not what `modepth data prepare` writes: {error!r}") from error
     if version != FORMAT:
         raise ValueError(f"{path}: format {version!r} is not the one that this modepth reads ({FORMAT})")
-    for split, count in counts.items():
-        tokens = open_tokens(folder / f"{split}.tokens")
-        verify_hash(tokens)
-        check_ids(tokens)
-        if (tokens.count, tokens.vocab_size) != (count, vocab_size):
-            raise ValueError(
-                f"{tokens.path}: {tokens.count} tokens of {tokens.vocab_size}, but data.json and tokenizer.json "
-                f"say {count} of {vocab_size}: the files are not of one preparation; prepare the data again"
-            )
+    if not known or not all(isinstance(number, int) for number in numbers):
+        raise ValueError(f"{path}: not what `modepth data prepare` writes: names or numbers differ")
     return summary

@@ -76,7 +76,9 @@ class LibraryTokenizer:
         self.end_of_text_name = end_of_text_name
 
     def encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(without_surrogates(text), add_special_tokens=False).ids
+        # A batch of one, since only that has a fast form, which leaves out offsets.
+        (encoding,) = self.tokenizer.encode_batch_fast([without_surrogates(text)], add_special_tokens=False)
+        return encoding.ids
 
     def decode(self, ids: Iterable[int]) -> str:
         return self.tokenizer.decode(list(ids), skip_special_tokens=False)
