@@ -27,7 +27,12 @@ MAY_IMPORT = {
     "flops": {"config", "routing", "validation"},
     "layer": {"config", "routing", "validation"},
     "model": {"config", "losses", "routing"},
-    "cli": {"config", "flops", "validation"},
+    "data": {"validation"},
+    "tokenizer": {"validation"},
+    "corpus": {"validation"},
+    "preparation": {"corpus", "data", "tokenizer"},
+    "progress": set(),
+    "cli": {"config", "corpus", "data", "flops", "preparation", "progress", "tokenizer", "validation"},
     "__init__": {"config", "flops", "layer", "losses", "model", "routing"},
 }
 
