@@ -21,6 +21,10 @@ PACKAGE = ROOT / "modepth"
 # Imports run one way: cli -> features -> model -> losses, routing -> config.
 MAY_IMPORT = {
     "validation": set(),
+    "files": set(),
+    "run_folder": {"validation"},
+    "manifest": {"files", "validation"},
+    "checkpoint": {"files", "manifest", "run_folder", "validation"},
     "config": {"validation"},
     "routing": {"config", "validation"},
     "losses": {"config", "routing"},
