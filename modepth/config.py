@@ -240,6 +240,10 @@ class TrainConfig:
         given = [name for name in ("steps", "tokens", "target_flops") if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"set exactly one of steps, tokens and target_flops, got {', '.join(given) or 'none'}")
+        if self.target_flops is not None and self.capacity_warmup:
+            raise ValueError(
+                "capacity_warmup changes the FLOPs of a step: with it, give steps or tokens, not target_flops"
+            )
         for name in ("steps", "tokens", "length", "micro_batch"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name), low=1)

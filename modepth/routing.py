@@ -314,8 +314,14 @@ class Router(nn.Module):
             if isinstance(module, nn.Linear):
                 module.reset_parameters()
 
-    def forward(self, x_BTD: Tensor, real_BT: Tensor | None = None, mode: Mode = "topk") -> Routing:
-        """Decide for every token of (B, T, D); `real_BT` is False at padding."""
+    def forward(
+        self,
+        x_BTD: Tensor,
+        real_BT: Tensor | None = None,
+        mode: Mode = "topk",
+        config: RoutingConfig | None = None,
+    ) -> Routing:
+        """Decide for every token of (B, T, D); `real_BT` is False at padding; `config` replaces the router's own."""
         check_choice("mode", mode, Mode)
         if real_BT is None:
             real_BT = torch.ones(x_BTD.shape[:2], dtype=torch.bool, device=x_BTD.device)
@@ -323,7 +329,7 @@ class Router(nn.Module):
         logit_BT, predicted_BT = self.scores(x_BTD)
         position_BT = real_BT.cumsum(1) - 1
         tokens = Candidates(logit_BT, predicted_BT, real_BT, position_BT, self.cutoff, self.layer)
-        return decide(tokens, self.config, mode)
+        return decide(tokens, self.config if config is None else config, mode)
 
     def check_shapes(self, x_BTD: Tensor, real_BT: Tensor) -> None:
         dim = self.score.in_features

@@ -9,18 +9,17 @@ Losses divide by the number of real tokens of all ranks; router losses are logge
 
 import contextlib
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from modepth.config import RoutingConfig, TrainConfig
-from modepth.model import IGNORED, Output, Transformer
-from modepth.routing import Routing
-from modepth.schedule import learning_rate_at
+from modepth.config import Mode, TrainConfig
+from modepth.data import TokenFile, evaluation_windows, read_windows
+from modepth.model import IGNORED, Output
+from modepth.routing import Routing, real_tokens
 from modepth.world import World
 
 
@@ -33,7 +32,7 @@ class Batch(NamedTuple):
 
     @property
     def num_targets(self) -> int:
-        real_BT = torch.arange(self.tokens_BT.shape[1]) < self.lengths_B.unsqueeze(1)
+        real_BT = real_tokens(self.lengths_B, *self.tokens_BT.shape)
         return int(((self.targets_BT != IGNORED) & real_BT).sum())
 
     @property
@@ -42,6 +41,9 @@ class Batch(NamedTuple):
 
     def rows(self, rows: slice) -> "Batch":
         return Batch(*(value[rows] for value in self))
+
+    def to(self, device: torch.device) -> "Batch":
+        return Batch(*(value.to(device) for value in self))
 
 
 class StepResult(NamedTuple):
@@ -96,7 +98,7 @@ def train_step(
         shares = {"loss": out.loss * lm_share} | {name: v * router_share for name, v in out.router_losses.items()}
         for name, value in shares.items():
             sums[name] = sums.get(name, 0.0) + value.detach().double()
-        problems += [f"the router scores of layer {routing.layer}" for routing in routings if not routing.finite]
+        problems += [f"a router score of layer {routing.layer}" for routing in routings if not routing.finite]
     norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip)
     losses = dict(zip(sums, world.sum(torch.stack(list(sums.values()))).tolist(), strict=True))
     if not math.isfinite(losses["loss"]):
@@ -115,8 +117,7 @@ def first_problem(problems: Sequence[str], world: World) -> str | None:
     count = world.sum(torch.tensor([len(problems)], device=world.device))
     if count.item() == 0:  # the same on every rank, so all take this branch or none
         return None
-    everyones = [problem for rank in world.exchange(list(problems)) for problem in rank]
-    return f"{everyones[0]} is not finite" if not everyones[0].startswith("the router") else f"{everyones[0]} are not finite"
+    return next(problem for rank in world.exchange(list(problems)) for problem in rank)
 
 
 def micro_batches(batch: Batch, rows: int | None) -> Iterator[Batch]:
@@ -136,3 +137,54 @@ def autocast(config: TrainConfig, world: World) -> contextlib.AbstractContextMan
     if config.precision is None:
         return contextlib.nullcontext()
     return torch.autocast(world.device.type, dtype=getattr(torch, config.precision))
+
+
+# -- measuring
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, tokens: TokenFile, *, length: int, num_windows: int, batch_size: int, world: World, mode: Mode
+) -> dict[str, float]:
+    """Loss of the first windows: nats a token, perplexity, bits a byte; `model` is left as it was."""
+    windows = evaluation_windows(tokens, length)[:num_windows]
+    training, total = model.training, torch.zeros(2, dtype=torch.float64, device=world.device)
+    model.eval()
+    for start in range(0, len(windows), batch_size * world.size):
+        rows = windows[start : start + batch_size * world.size][world.rank :: world.size]
+        if len(rows):
+            batch = windows_to_batch(read_windows(tokens, rows, length)).to(world.device)
+            out = model(batch.tokens_BT, targets=batch.targets_BT, mode=mode)
+            for routing in out.routings:
+                routing.check()
+            total += torch.tensor([out.loss.item() * batch.num_targets, batch.num_targets], dtype=torch.float64)
+    model.train(training)
+    loss_sum, count = world.sum(total).tolist()
+    loss = loss_sum / count
+    bits_per_byte = loss / math.log(2) * tokens.count / tokens.num_bytes
+    return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "bits_per_byte": bits_per_byte}
+
+
+def routing_row(routing: Routing) -> dict[str, float]:
+    """What a layer's routing did: share of real tokens, mean gate, score at the cutoff, the predictor's quality."""
+    chosen_BT, real_BT = routing.chosen_BT, routing.real_BT
+    row = {
+        "share": (chosen_BT.sum() / real_BT.sum().clamp(min=1)).item(),
+        "gate": (routing.gate_BK.sum() / chosen_BT.sum().clamp(min=1)).item(),
+        "cutoff": cutoff_score(routing).item(),
+        "dropped": routing.num_dropped_B.sum().item(),
+        "unfilled": routing.num_unfilled_B.sum().item(),
+    }
+    if routing.predicted_BT is not None:
+        said_BT = real_BT & (routing.predicted_BT >= 0)
+        hits = (said_BT & chosen_BT).sum().item()
+        precision, recall = hits / max(1, said_BT.sum().item()), hits / max(1, chosen_BT.sum().item())
+        row |= {"precision": precision, "recall": recall, "f1": 2 * precision * recall / max(1e-12, precision + recall)}
+    return row
+
+
+def cutoff_score(routing: Routing) -> Tensor:
+    """The lowest chosen logit of a row, the mean over the rows that chose any."""
+    lowest_B = routing.logit_BT.masked_fill(~routing.chosen_BT, math.inf).amin(1)
+    any_B = routing.chosen_BT.any(1)
+    return torch.where(any_B, lowest_B, 0.0).sum() / any_B.sum().clamp(min=1)
