@@ -42,7 +42,7 @@ class Data(NamedTuple):
     validation: TokenFile
 
 
-class Stopped(Exception):
+class Stopped(Exception):  # noqa: N818 - not an error
     """A signal ended the run after a step, which is saved; `signal` is its number."""
 
     def __init__(self, signal: int) -> None:
@@ -50,7 +50,7 @@ class Stopped(Exception):
         self.signal = signal
 
 
-class Diverged(Exception):
+class DivergedError(Exception):
     """Update after update could not be applied."""
 
 
@@ -94,7 +94,7 @@ def train(
                 loop.save(step + 1)
             if signal:
                 raise Stopped(signal)
-        return loop.measure(steps)
+        return loop.final_row()
 
 
 class Loop:
@@ -150,7 +150,7 @@ class Loop:
             self.num_bad += 1
             self.add_row({"step": step, "event": "update not applied", "reason": f"{result.problem} is not finite"})
             if self.num_bad == self.config.max_bad_steps:
-                raise Diverged(
+                raise DivergedError(
                     f"{self.num_bad} updates in a row could not be applied, the last at step {step}: {result.problem} "
                     "is not finite; the weights are those of the last good step: lower learning_rate or clip"
                 )
@@ -187,6 +187,12 @@ class Loop:
         row = {"step": step, "validation": result, "flops": step * step_flops(self.config, self.model.config)}
         self.add_row(row)
         return row
+
+    def final_row(self) -> dict[str, Any]:
+        """The measurement at the end, taken once however often a finished run is started."""
+        done = [row for row in self.log.rows() if row["step"] == self.steps and "validation" in row]
+        found: list[dict[str, Any]] = self.world.exchange(done[-1:])[0]
+        return found[0] if found else self.measure(self.steps)
 
     def add_row(self, row: dict[str, Any]) -> None:
         row = {**row, "seconds": round(time.perf_counter() - self.started, 3)}
@@ -227,29 +233,31 @@ class Loop:
         step = 0 if found is None else found.step
         if len(set(self.world.exchange(step))) > 1:
             raise ValueError(f"{self.folder}: the processes see different checkpoints; is the folder shared?")
+        changed = ""
         if found is not None:
-            self.check_same_run(found)
+            changed = self.check_same_run(found)
             checkpoint.load_into(without_aliases(self.model.state_dict()), found.load("model"))
             load_optimizer(self.model, self.optimizer, found.load("optimizer"))
         if self.world.is_first:
             write_config(self.folder, self.model.config, self.config)
             self.log.drop_from(step)
+        if changed:
+            self.add_row({"step": step, "event": "config changed", "reason": changed})
         return step
 
-    def check_same_run(self, found: checkpoint.Checkpoint) -> None:
-        """Refuse another model; record another training config; warn where bits may differ."""
+    def check_same_run(self, found: checkpoint.Checkpoint) -> str:
+        """Refuse another model, warn where bits may differ; what changed in the training config."""
         here = json.loads(json.dumps(model_config_to_dict(self.model.config)))
         changed = differences(found.state["model"], here)
         if changed:
             raise ValueError(
-                f"{found.folder}: holds another model: {'; '.join(changed)}; choose another run folder or restore the config"
+                f"{found.folder}: holds another model: {'; '.join(changed)}; "
+                "choose another run folder, or restore the config"
             )
-        changed = differences(found.state["train"], json.loads(json.dumps(asdict(self.config))))
-        if changed:
-            self.add_row({"step": found.step, "event": "config changed", "reason": "; ".join(changed)})
-        changed = differences(found.state["setting"], self.setting()["setting"])
-        if changed:
-            warnings.warn(f"going on at step {found.step}, but not bit-exact: {'; '.join(changed)}", stacklevel=2)
+        setting = differences(found.state["setting"], self.setting()["setting"])
+        if setting:
+            warnings.warn(f"going on at step {found.step}, but not bit-exact: {'; '.join(setting)}", stacklevel=2)
+        return "; ".join(differences(found.state["train"], json.loads(json.dumps(asdict(self.config)))))
 
 
 def differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:

@@ -27,8 +27,8 @@ class RunLog:
                     return
 
     def drop_from(self, step: int) -> None:
-        """Forget the rows of `step` and later, and a cut last one."""
-        kept = [row for row in self.rows() if row["step"] < step]
+        """Forget what comes after `step` steps, and a cut last row; a measurement after them stays."""
+        kept = [row for row in self.rows() if row["step"] < step or (row["step"] == step and "validation" in row)]
         part = self.path.with_suffix(".part")
         part.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
         os.replace(part, self.path)

@@ -13,7 +13,7 @@ import torch
 from modepth import Transformer
 from modepth.config import TrainConfig
 from modepth.data import TokenWriter, open_tokens
-from modepth.run import ALONE, Data, Diverged, Stopped, load, train
+from modepth.run import ALONE, Data, DivergedError, Stopped, load, train
 from modepth.train import Batch, cutoff_score, evaluate, make_optimizer, routing_row, train_step, windows_to_batch
 from tests.oracles import tiny_config, tiny_model, tiny_tokens
 
@@ -179,7 +179,7 @@ def test_another_model_in_the_same_run_is_refused_and_another_learning_rate_reco
 
 def test_a_run_stops_after_so_many_bad_steps_and_keeps_its_last_good_weights(data, tmp_path):
     model = new_model()
-    with pytest.raises(Diverged, match="3 updates in a row could not be applied"):
+    with pytest.raises(DivergedError, match="3 updates in a row could not be applied"):
         train(
             model, replace(CONFIG, learning_rate=1e30, warmup=0.0, clip=1e30, max_bad_steps=3), data, tmp_path / "run"
         )
