@@ -264,6 +264,14 @@ class TrainConfig:
             check_choice("precision", self.precision, Precision)
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """What a run is: a model, and how it is trained."""
+
+    model: ModelConfig
+    train: TrainConfig
+
+
 # -- reading and writing
 
 
@@ -284,7 +292,16 @@ def model_config_to_dict(config: ModelConfig) -> dict[str, Any]:
 
 
 def read_model_config(path: str | Path) -> ModelConfig:
-    """A ModelConfig from a YAML or JSON file; every error names the file."""
+    """A ModelConfig from a YAML or JSON file that holds its fields, or has them under `model`."""
+    data = read_plain(path)
+    try:
+        return model_config_from_dict(data["model"] if isinstance(data.get("model"), Mapping) else data)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def read_plain(path: str | Path) -> dict[str, Any]:
+    """The mapping in a YAML or JSON file; every error names the file."""
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
@@ -299,11 +316,8 @@ def read_model_config(path: str | Path) -> ModelConfig:
         kind, reason = ("JSON" if path.suffix == ".json" else "YAML"), " ".join(str(error).split())
         raise ValueError(f"{path}: not valid {kind}: {reason}") from error
     if not isinstance(data, Mapping):
-        raise ValueError(f"{path}: expected a mapping of ModelConfig fields, got {type(data).__name__}")
-    try:
-        return model_config_from_dict(data)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError(f"{path}: expected a mapping of config fields, got {type(data).__name__}")
+    return dict(data)
 
 
 class StrictLoader(yaml.SafeLoader):
@@ -322,7 +336,12 @@ StrictLoader.add_implicit_resolver(
 )
 
 
-NESTED: dict[str, type] = {"routing": RoutingConfig, "losses": LossWeights}
+NESTED: dict[str, type] = {
+    "model": ModelConfig,
+    "train": TrainConfig,
+    "routing": RoutingConfig,
+    "losses": LossWeights,
+}
 
 
 def build(kind: type, data: object, where: str) -> Any:

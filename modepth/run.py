@@ -74,11 +74,13 @@ def train(
     run: str | Path,
     *,
     world: World = ALONE,
+    on_start: Callable[[Path], None] = lambda folder: None,
     on_row: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> dict[str, Any]:
     """Train `model` to the end of its schedule, going on from the newest checkpoint of the folder `run`.
 
-    Returns the row of the final evaluation. `on_row` is told each row as it is logged, on the first rank.
+    Returns the row of the final evaluation. On the first rank `on_start` is handed the folder once it is
+    locked and its checkpoint fits, and `on_row` each row as it is logged.
     """
     steps = num_steps(config, model.config)
     folder = prepare_run(run) if world.is_first else Path(run)
@@ -87,7 +89,10 @@ def train(
             checkpoint.sweep_leftovers(stack.enter_context(RunLock(folder)))
         interruption = stack.enter_context(Interruption())
         loop = Loop(model, config, data, folder, world, steps, on_row)
-        for step in range(loop.resume(), steps):
+        first = loop.resume()
+        if world.is_first:
+            on_start(folder)
+        for step in range(first, steps):
             loop.do(step)
             signal = loop.agreed_signal(interruption)
             if signal or (step + 1) % config.save_every == 0 or step + 1 == steps:
