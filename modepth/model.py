@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from modepth.config import Mode, ModelConfig, RoutingConfig
 from modepth.losses import router_losses, weighted_sum
 from modepth.routing import Router, Routing, apply_routed, real_tokens
+from modepth.validation import check_tensor
 
 IGNORED = -100  # a target that does not count
 
@@ -119,13 +120,13 @@ class Transformer(nn.Module):
         return routing
 
     def check_shapes(self, tokens_BT: Tensor, targets: Tensor | None) -> None:
-        check_tokens_form(tokens_BT)
+        check_tensor("tokens", tokens_BT, (None, None), kind="whole")
         if self.config.max_length < tokens_BT.shape[1]:
             raise ValueError(
                 f"{tokens_BT.shape[1]} tokens are more than the model's max_length {self.config.max_length}"
             )
-        if targets is not None and targets.shape != tokens_BT.shape:
-            raise ValueError(f"targets must have the shape {tuple(tokens_BT.shape)}, got {tuple(targets.shape)}")
+        if targets is not None:
+            check_tensor("targets", targets, tuple(tokens_BT.shape), kind="whole")
 
     def run_layer(
         self,
@@ -271,21 +272,11 @@ def check_tokens(tokens_BT: Tensor, vocab_size: int) -> None:
     Traceback (most recent call last):
     ValueError: token ids must be in 0..255, got 300 at row 0, position 1
     """
-    check_tokens_form(tokens_BT)
+    check_tensor("tokens", tokens_BT, (None, None), kind="whole")
     outside_BT = (tokens_BT < 0) | (tokens_BT >= vocab_size)
     if outside_BT.any():
         row, position = outside_BT.nonzero()[0].tolist()
         raise ValueError(
             f"token ids must be in 0..{vocab_size - 1}, got {tokens_BT[row, position].item()} "
             f"at row {row}, position {position}"
-        )
-
-
-def check_tokens_form(tokens_BT: Tensor) -> None:
-    if not isinstance(tokens_BT, Tensor):
-        raise ValueError(f"tokens must be a torch tensor, got {type(tokens_BT).__name__}")
-    if tokens_BT.dim() != 2 or tokens_BT.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"tokens must be whole numbers (int64 or int32) of shape (batch, tokens), "
-            f"got {tokens_BT.dtype} of shape {tuple(tokens_BT.shape)}"
         )

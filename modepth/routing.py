@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from modepth.config import Mode, RoutingConfig
-from modepth.validation import check_choice, check_count, check_instance
+from modepth.validation import check_choice, check_count, check_instance, check_tensor
 
 Count = TypeVar("Count", int, Tensor)
 
@@ -47,9 +47,7 @@ def num_routed(length: Count, capacity: float) -> Count:
 
 def real_tokens(lengths_B: Tensor, B: int, T: int) -> Tensor:
     """The mask of rows that hold their real tokens first, then padding."""
-    if not isinstance(lengths_B, Tensor) or lengths_B.shape != (B,) or lengths_B.is_floating_point():
-        got = f"{lengths_B.dtype} {tuple(lengths_B.shape)}" if isinstance(lengths_B, Tensor) else repr(lengths_B)
-        raise ValueError(f"lengths must be a tensor of {B} whole numbers, one a row, got {got}")
+    check_tensor("lengths", lengths_B, (B,), kind="whole")
     return torch.arange(T, device=lengths_B.device) < lengths_B.unsqueeze(1)
 
 
@@ -136,19 +134,13 @@ def apply_routed(x_BTD: Tensor, routing: Routing, block: Callable[[Tensor], Tens
     if routing.index_BK.shape[1] > 0:
         x_BKD = routing.gather(x_BTD)
         y_BKD = block(x_BKD)
-        check_block_output(y_BKD, x_BKD)
+        check_tensor("the output of a routed block", y_BKD, tuple(x_BKD.shape))
         # lerp is exact at gate 0 and 1, where x + gate * (y - x) is not.
         blended_BKD = torch.lerp(x_BKD, y_BKD.to(x_BTD.dtype), routing.gate_BK.unsqueeze(-1).to(x_BTD.dtype))
         # The others in the slots are restored, not blended with gate 0: 0 * inf is NaN.
         chosen_BK = routing.chosen_BT.gather(1, routing.index_BK)
         out_BTD = routing.scatter(x_BTD, torch.where(chosen_BK.unsqueeze(-1), blended_BKD, x_BKD))
     return out_BTD if routing.bypass_BT is None else out_BTD * routing.bypass_BT.unsqueeze(-1).to(x_BTD.dtype)
-
-
-def check_block_output(y_BKD: object, x_BKD: Tensor) -> None:
-    if not isinstance(y_BKD, Tensor) or y_BKD.shape != x_BKD.shape:
-        got = tuple(y_BKD.shape) if isinstance(y_BKD, Tensor) else type(y_BKD).__name__
-        raise ValueError(f"a routed block must return one tensor of its input's shape {tuple(x_BKD.shape)}, got {got}")
 
 
 # -- choosing
@@ -323,23 +315,14 @@ class Router(nn.Module):
     ) -> Routing:
         """Decide for every token of (B, T, D); `real_BT` is False at padding; `config` replaces the router's own."""
         check_choice("mode", mode, Mode)
+        check_tensor("x", x_BTD, (None, None, self.score.in_features))
         if real_BT is None:
             real_BT = torch.ones(x_BTD.shape[:2], dtype=torch.bool, device=x_BTD.device)
-        self.check_shapes(x_BTD, real_BT)
+        check_tensor("the mask of real tokens", real_BT, tuple(x_BTD.shape[:2]), kind="bool")
         logit_BT, predicted_BT = self.scores(x_BTD)
         position_BT = real_BT.cumsum(1) - 1
         tokens = Candidates(logit_BT, predicted_BT, real_BT, position_BT, self.cutoff, self.layer)
         return decide(tokens, self.config if config is None else config, mode)
-
-    def check_shapes(self, x_BTD: Tensor, real_BT: Tensor) -> None:
-        dim = self.score.in_features
-        if x_BTD.dim() != 3 or x_BTD.shape[2] != dim:
-            raise ValueError(f"tokens must have the shape (batch, tokens, {dim}), got {tuple(x_BTD.shape)}")
-        if real_BT.dtype != torch.bool or real_BT.shape != x_BTD.shape[:2]:
-            raise ValueError(
-                f"the mask of real tokens must be bool of shape {tuple(x_BTD.shape[:2])}, "
-                f"got {real_BT.dtype} {tuple(real_BT.shape)}"
-            )
 
     def scores(self, x_BTD: Tensor) -> tuple[Tensor, Tensor | None]:
         """Every token's logit, and the predictor's, which sees the stream but does not shape it."""

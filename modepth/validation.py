@@ -4,6 +4,9 @@ import math
 import sys
 from typing import Any, TypeGuard, get_args
 
+import torch
+from torch import Tensor
+
 
 def check_capacity(value: object) -> None:
     if not is_number(value) or not 0 < value <= 1:
@@ -52,6 +55,23 @@ def check_flag(name: str, value: object) -> None:
 def check_instance(name: str, value: object, kind: type) -> None:
     if not isinstance(value, kind):
         raise ValueError(f"{name} must be a {kind.__name__}, got {value!r}")
+
+
+def check_tensor(name: str, value: object, shape: tuple[int | None, ...], *, kind: str = "") -> None:
+    """A tensor of a shape, None standing for any size; `kind`: "bool", "whole" for whole numbers, "" for any."""
+    dtypes = {"bool": (torch.bool,), "whole": (torch.int32, torch.int64)}.get(kind)
+    if isinstance(value, Tensor):
+        fits = len(value.shape) == len(shape) and all(
+            want is None or size == want for size, want in zip(value.shape, shape, strict=True)
+        )
+        if fits and (dtypes is None or value.dtype in dtypes):
+            return
+        got = f"{value.dtype} of shape {tuple(value.shape)}"
+    else:
+        got = type(value).__name__
+    form = ", ".join("any" if size is None else str(size) for size in shape)
+    of = {"bool": "a bool ", "whole": "an int64 or int32 "}.get(kind, "a ")
+    raise ValueError(f"{name} must be {of}tensor of shape ({form}), got {got}")
 
 
 def shown(value: object) -> str:

@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "losses": {"config", "routing"},
     "flops": {"config", "routing", "validation"},
     "layer": {"config", "routing", "validation"},
-    "model": {"config", "losses", "routing"},
+    "model": {"config", "losses", "routing", "validation"},
     "data": {"validation"},
     "tokenizer": {"validation"},
     "corpus": {"validation"},
