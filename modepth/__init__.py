@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from modepth.layer import MixtureOfDepths
     from modepth.model import Output, Transformer, check_tokens
     from modepth.routing import Router, Routing, apply_routed, num_routed
+    from modepth.trace import record
 
 __all__ = [
     "LossWeights",
@@ -24,6 +25,7 @@ __all__ = [
     "flops",
     "losses",
     "num_routed",
+    "record",
 ]
 
 # A name is loaded when it is first used, so that what needs no torch (plots, reports) does not wait for it.
@@ -32,6 +34,7 @@ _HOMES = {
     "layer": ("MixtureOfDepths",),
     "model": ("Output", "Transformer", "check_tokens"),
     "routing": ("Router", "Routing", "apply_routed", "num_routed"),
+    "trace": ("record",),
 }
 
 

@@ -54,7 +54,8 @@ MAY_IMPORT = {
         "world",
     },
     "cli": {"config", "corpus", "data", "flops", "preparation", "progress", "tokenizer", "validation"},
-    "__init__": {"config", "flops", "layer", "losses", "model", "routing"},
+    "trace": {"config", "routing"},
+    "__init__": {"config", "flops", "layer", "losses", "model", "routing", "trace"},
 }
 
 PUBLIC_NAMES = [
@@ -71,6 +72,7 @@ PUBLIC_NAMES = [
     "flops",
     "losses",
     "num_routed",
+    "record",
 ]
 
 
