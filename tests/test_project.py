@@ -60,6 +60,7 @@ MAY_IMPORT = {
     "plots.style": set(),
     "plots.curves": {"plots.style"},
     "plots.routing": {"plots.style"},
+    "report": {"plots", "plots.style", "runlog"},
     "__init__": {"config", "flops", "layer", "losses", "model", "routing", "trace"},
 }
 
