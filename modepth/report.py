@@ -12,9 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
-from modepth.plots import figure_bytes, loss_against_flops
+from modepth.plots import Figure, figure_bytes, loss_against_flops
 from modepth.plots.style import power_of_ten, write_atomically
 from modepth.runlog import RunLog
 

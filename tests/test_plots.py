@@ -87,6 +87,12 @@ def test_labels_of_runs_that_end_together_do_not_overlap(number):
     check_readable(loss_against_flops({f"run number {n}": list(rows(floor=2 + n / 1e4)) for n in range(number)}))
 
 
+def test_a_long_name_widens_the_figure_and_leaves_the_plot_its_width():
+    figure = loss_against_flops({"a run with a name that says all there is to say about it": list(rows())})
+    check_readable(figure)
+    assert figure.axes[0].get_window_extent().width / figure.dpi > 2
+
+
 def test_flops_are_drawn_by_powers_of_ten_where_they_span_one():
     assert loss_against_flops({"long": list(rows(num_steps=100, every=5))}).axes[0].get_xscale() == "log"
     assert loss_against_flops({"short": list(rows(num_steps=40, every=20))}).axes[0].get_xscale() == "linear"
@@ -305,6 +311,11 @@ def test_a_path_that_cannot_be_written_is_named(tmp_path):
         save_figure(score_histograms({2: [1.0]}, {2: [True]}), tmp_path / "file" / "map")
 
 
+def test_dollars_are_not_mathematics():
+    for figure in (token_map(["$\\frac$"], [[1]], [0]), loss_against_flops({"$\\frac$": list(rows())})):
+        assert any("$\\frac$" in text for text in check_readable(figure))
+
+
 # -- what it needs
 
 
@@ -315,8 +326,9 @@ def test_plots_load_neither_torch_nor_pyplot(module):
     assert loaded(f"import {module}") == ["matplotlib"]
 
 
-def test_without_matplotlib_the_error_says_what_to_install():
-    script = "import sys; sys.modules['matplotlib'] = None\nimport modepth.plots.curves"
+@pytest.mark.parametrize("module", ["modepth.plots.curves", "modepth.report"])
+def test_without_matplotlib_the_error_says_what_to_install(module):
+    script = f"import sys; sys.modules['matplotlib'] = None\nimport {module}"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert "ImportError: figures need matplotlib: pip install 'modepth[plots]'" in result.stderr
