@@ -32,6 +32,14 @@ class World:
             dist.all_reduce(values, op=dist.ReduceOp.SUM)
         return values
 
+    def highest(self, value: int) -> int:
+        """The highest value of any rank."""
+        if self.size == 1:
+            return value
+        values = torch.tensor([value], device=self.device)
+        dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        return int(values.item())
+
     def exchange(self, value: Any) -> list[Any]:
         """Every rank's value, which must be plain data, in order of rank; also a barrier."""
         if self.size == 1:
