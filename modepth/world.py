@@ -12,6 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
+
+from modepth.rendezvous import fresh_store
 
 
 @dataclass(frozen=True)
@@ -67,5 +70,8 @@ def join_world(timeout_seconds: float = 600.0) -> World:
         torch.cuda.set_device(device)
     if size == 1:
         return World(rank=0, size=1, device=device)
-    dist.init_process_group("nccl" if has_gpu else "gloo", timeout=timedelta(seconds=timeout_seconds))
-    return World(rank=dist.get_rank(), size=size, device=device)
+    timeout = timedelta(seconds=timeout_seconds)
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
+    store = fresh_store(store, rank, size, timeout_seconds)
+    dist.init_process_group("nccl" if has_gpu else "gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    return World(rank=rank, size=size, device=device)

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import traceback
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ TIMEOUT = 15  # seconds that a rank waits for another
 
 PROCESSES = multiprocessing.get_context("forkserver")  # each is real, but torch is imported once
 # What torch imports late, at every first step, is imported once here too.
-PROCESSES.set_forkserver_preload(["torch._dynamo", "tests.test_distributed", "tests.test_checkpoint_killed"])
+PROCESSES.set_forkserver_preload(["torch._dynamo", "tests.test_distributed", "tests.test_kills"])
 
 
 def run_ranks(function, size, *arguments):
@@ -70,19 +71,25 @@ def free_port():
         return listener.getsockname()[1]
 
 
-def start(*arguments, **environment):
-    """A Python command in a process of its own, on one thread, its output to be read."""
+@contextmanager
+def command(*arguments):
+    """A Python command in a process of its own, on one thread, its output to be read; killed at the end."""
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, *map(str, arguments)],
-        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | environment,
+        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
-def start_torchrun(size, *arguments, restarts=0):
+def torchrun(size, *arguments, restarts=0):
     """The same under torchrun, `size` times."""
     options = ("--standalone", "--nproc-per-node", size, "--max-restarts", restarts)
-    return start("-m", "torch.distributed.run", *options, *arguments)
+    return command("-m", "torch.distributed.run", *options, *arguments)

@@ -3,15 +3,19 @@
 import contextlib
 import os
 import signal
+import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from modepth import LossWeights, checkpoint
 from modepth.parallel import spread
+from modepth.rendezvous import fresh_store
 from modepth.restore import load_model, load_optimizer, model_tensors, optimizer_tensors
 from modepth.run import ALONE, Stopped, load, train
 from modepth.run_folder import RunLock
@@ -38,6 +42,41 @@ def assert_close(got, expected, tolerance=1e-9):
 
 def assert_equal(got, expected):
     assert_close(got, expected, tolerance=0.0)
+
+
+# -- meeting
+
+
+def meet(store, size, late=None):
+    """The keys that `size` threads agree on, one of them a little late."""
+
+    def join(rank):
+        if rank == late:
+            time.sleep(0.2)
+        mine = fresh_store(store, rank, size, timeout_seconds=10)
+        mine.set(f"seen by {rank}", "")
+        return mine
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(join, range(size)))
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_processes_that_torchrun_restarts_meet_apart_from_those_before_them(late):
+    store = dist.HashStore()
+    for _ in range(3):
+        stores = meet(store, 3, late)
+        for each in stores:
+            assert each.check([f"seen by {rank}" for rank in range(3)])
+            assert not each.check(["address"])
+        stores[0].set("address", "of a process that will be gone")
+
+
+def test_a_process_that_never_comes_is_not_waited_for_in_vain():
+    store = dist.HashStore()
+    meet(store, 2)
+    with pytest.raises(TimeoutError, match=r"rank 0: not all of 2 processes came within 0.3 s; see their logs"):
+        fresh_store(store, 0, 2, timeout_seconds=0.3)
 
 
 # -- equal to one process
