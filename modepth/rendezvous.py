@@ -9,7 +9,6 @@ import hashlib
 import json
 import secrets
 import time
-from typing import cast
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
@@ -38,4 +37,4 @@ def fresh_store(store: Store, rank: int, size: int, timeout_seconds: float) -> S
 
 
 def read(store: Store, key: str) -> str:
-    return cast(bytes, store.get(key)).decode()
+    return store.get(key).decode()

@@ -57,7 +57,7 @@ class World:
         return [json.loads(bytes(t[: int(n)].tolist())) for t, n in zip(texts, sizes, strict=True)]
 
     def close(self) -> None:
-        if self.size > 1:
+        if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
 
 

@@ -1,8 +1,11 @@
 """More than one process, for real, by gloo: equal to one, resumed to the bit, alike in trouble."""
 
 import contextlib
+import json
 import os
+import re
 import signal
+import sys
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -14,14 +17,15 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from modepth import LossWeights, checkpoint
+from modepth.config import model_config_to_dict
 from modepth.parallel import spread
 from modepth.rendezvous import fresh_store
 from modepth.restore import load_model, load_optimizer, model_tensors, optimizer_tensors
 from modepth.run import ALONE, Stopped, load, train
 from modepth.run_folder import RunLock
 from modepth.train import make_optimizer, train_step
-from tests.oracles import tiny_model
-from tests.processes import run_ranks
+from tests.oracles import tiny_config, tiny_model
+from tests.processes import ROOT, run_ranks
 from tests.training import CONFIG, make_data, new_model, ragged_batch, read_data, rows_of
 
 LOSSES = LossWeights(predictor=0.7, router=0.1, z=0.1)
@@ -42,6 +46,13 @@ def assert_close(got, expected, tolerance=1e-9):
 
 def assert_equal(got, expected):
     assert_close(got, expected, tolerance=0.0)
+
+
+def test_what_parallel_may_be():
+    with pytest.raises(ValueError, match="parallel must be one of ddp, fsdp, got 'tensor'"):
+        replace(CONFIG, parallel="tensor")
+    with pytest.raises(ValueError, match="compile does not go with parallel 'fsdp' yet: drop compile"):
+        replace(CONFIG, parallel="fsdp", compile=True)
 
 
 # -- meeting
@@ -141,6 +152,20 @@ def test_a_whole_run_on_two_processes_equals_one(parallel, tmp_path):
     for one, two in zip(rows_of(tmp_path / "one"), rows_of(tmp_path / "two"), strict=True):
         for name in {"loss", "router_losses", "gradient_norm", "validation"} & one.keys():
             assert two[name] == pytest.approx(one[name], abs=1e-9), name
+
+
+def run_script(world, script, *arguments):
+    world.close()  # the script joins by itself
+    sys.argv = ["train.py", *map(str, arguments)]
+    exec(script, {})
+
+
+def test_the_script_of_the_documents_runs_on_two_processes(tmp_path):
+    (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "distributed.md").read_text(), flags=re.DOTALL)
+    make_data(tmp_path)
+    (tmp_path / "model.json").write_text(json.dumps(model_config_to_dict(tiny_config())))
+    run_ranks(run_script, 2, script, tmp_path / "model.json", tmp_path, tmp_path / "run")
+    assert checkpoint.newest(tmp_path / "run").step == 20
 
 
 # -- resuming
