@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -250,10 +251,18 @@ class Checkpoint:
     state: dict[str, Any]
     entries: Entries
 
-    def load(self, group: str) -> dict[str, Tensor]:
-        """All tensors of a group, whole."""
+    def load(self, group: str, held: Mapping[str, Piece] = MappingProxyType({})) -> dict[str, Tensor]:
+        """All tensors of a group, whole, but of those in `held` only the rows of the piece, read alone."""
+        rows: dict[str, tuple[int, int]] = {}
+        for name in held.keys() & self.group(group).keys():
+            tensor, shape, offset = held[name]
+            if shape != self.group(group)[name].shape:
+                raise ValueError(
+                    f"{self.folder}: {group} {name} has the shape {self.group(group)[name].shape}, expected {shape}"
+                )
+            rows[name] = (offset, offset + num_rows(tensor.shape))
         with opened(self.folder) as stored:
-            return {name: read_tensor(stored, name, entry) for name, entry in self.group(group).items()}
+            return {name: read_tensor(stored, name, each, rows.get(name)) for name, each in self.group(group).items()}
 
     def load_rows(self, group: str, name: str, start: int, stop: int) -> Tensor:
         """Rows start..stop-1 of one tensor, reading no others."""

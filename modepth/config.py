@@ -35,6 +35,7 @@ Rule = Literal["cutoff", "router", "predictor"]
 Init = Literal["normal", "zero"]
 Mode = Literal["topk", "causal"]
 Precision = Literal["bfloat16", "float16"]
+Parallel = Literal["ddp", "fsdp"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,6 +209,7 @@ class TrainConfig:
     capacity_stages   number of levels on the way there
     max_bad_steps     stop after so many updates in a row that were not applied
     precision         of autocast; None: the precision of the weights
+    parallel          with several processes: ddp, the whole model on each, or fsdp, its tensors shared out
     """
 
     steps: int | None = None
@@ -235,6 +237,7 @@ class TrainConfig:
     compile: bool = False
     checkpoint_activations: bool = False
     precision: Precision | None = None
+    parallel: Parallel = "ddp"
 
     def __post_init__(self) -> None:
         given = [name for name in ("steps", "tokens", "target_flops") if getattr(self, name) is not None]
@@ -262,6 +265,9 @@ class TrainConfig:
             check_flag(name, getattr(self, name))
         if self.precision is not None:
             check_choice("precision", self.precision, Precision)
+        check_choice("parallel", self.parallel, Parallel)
+        if self.parallel == "fsdp" and self.compile:
+            raise ValueError("compile does not go with parallel 'fsdp' yet: drop compile, or train with 'ddp'")
 
 
 @dataclass(frozen=True, kw_only=True)

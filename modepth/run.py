@@ -10,7 +10,6 @@ A run that finds a checkpoint of its own model in its folder resumes from it.
 import json
 import os
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -18,14 +17,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from modepth import checkpoint
+from modepth.agreement import check_same_run, check_same_start, setting
 from modepth.config import ModelConfig, TrainConfig, model_config_from_dict, model_config_to_dict
 from modepth.data import TokenFile, check_ids, global_batch_rows, open_tokens, rank_rows, read_windows
 from modepth.interruption import Interruption
 from modepth.model import Transformer
+from modepth.parallel import spread
+from modepth.restore import load_model, load_optimizer, model_tensors, optimizer_tensors, pieces
 from modepth.run_folder import RunLock, prepare_run
 from modepth.runlog import RunLog
 from modepth.schedule import learning_rate_at, num_steps, routing_at, step_flops, window_length
@@ -82,24 +82,38 @@ def train(
     Returns the row of the final evaluation. On the first rank `on_start` is handed the folder once it is
     locked and its checkpoint fits, and `on_row` each row as it is logged.
     """
+    check_same_start(world, model, model.config, config, data._asdict())
     steps = num_steps(config, model.config)
-    folder = prepare_run(run) if world.is_first else Path(run)
     with ExitStack() as stack:
-        if world.is_first:
-            checkpoint.sweep_leftovers(stack.enter_context(RunLock(folder)))
+        take_folder(run, world, stack)
         interruption = stack.enter_context(Interruption())
-        loop = Loop(model, config, data, folder, world, steps, on_row)
+        loop = Loop(model, config, data, Path(run), world, steps, on_row)
         first = loop.resume()
         if world.is_first:
-            on_start(folder)
+            on_start(Path(run))
         for step in range(first, steps):
             loop.do(step)
-            signal = loop.agreed_signal(interruption)
+            signal = world.highest(interruption.signal or 0)
             if signal or (step + 1) % config.save_every == 0 or step + 1 == steps:
                 loop.save(step + 1)
             if signal:
                 raise Stopped(signal)
         return loop.final_row()
+
+
+def take_folder(run: str | Path, world: World, stack: ExitStack) -> None:
+    """Hold the folder of a run, on the first rank, until `stack` closes; if one rank cannot use it all raise."""
+
+    def take() -> None:
+        if world.is_first:
+            checkpoint.sweep_leftovers(stack.enter_context(RunLock(prepare_run(run))))
+
+    def look() -> None:
+        if not (Path(run) / "checkpoints").is_dir():
+            raise ValueError(f"{run}: not the folder that the first process sees; put it where all machines share it")
+
+    checkpoint.in_step(world.exchange, take)
+    checkpoint.in_step(world.exchange, look)
 
 
 class Loop:
@@ -120,10 +134,8 @@ class Loop:
         self.config, self.data, self.folder, self.world, self.steps = config, data, folder, world, steps
         self.on_row = on_row
         self.length = window_length(config, model.config)
-        self.optimizer = make_optimizer(model, config)
-        self.forward: nn.Module = torch.compile(self.model) if config.compile else self.model  # type: ignore[assignment]
-        if world.size > 1:
-            self.forward = DistributedDataParallel(self.forward)
+        self.forward = spread(self.model, config, world)
+        self.optimizer = make_optimizer(self.model, config)  # of the parameters as they are spread
         self.log = RunLog(folder)
         self.num_bad = 0
         self.peak = measured_peak(world.device)
@@ -205,32 +217,24 @@ class Loop:
             self.log.add(row)
             self.on_row(row)
 
-    def agreed_signal(self, interruption: Interruption) -> int:
-        """The highest signal that any rank got, 0 for none; the same on every rank."""
-        return max(self.world.exchange(interruption.signal or 0))
-
     # -- saving and going on
 
     def save(self, step: int) -> None:
         """A checkpoint of the state after `step` steps."""
-        groups = {"model": self.model.state_dict(), "optimizer": optimizer_tensors(self.model, self.optimizer)}
+        state = {"step": step, "model": model_config_to_dict(self.model.config), "train": asdict(self.config)}
         checkpoint.save(
             self.folder,
             step,
-            {name: checkpoint.whole(without_aliases(tensors)) for name, tensors in groups.items()},
-            {"step": step, "model": model_config_to_dict(self.model.config), "train": asdict(self.config)}
-            | self.setting(),
+            {
+                "model": pieces(model_tensors(self.model)),
+                "optimizer": pieces(optimizer_tensors(self.model, self.optimizer)),
+            },
+            state | {"setting": setting(self.config, self.world)},
             rank=self.world.rank,
             exchange=self.world.exchange,
         )
         if self.world.is_first:
             checkpoint.keep_newest(self.folder, step, self.config.keep_checkpoints)
-
-    def setting(self) -> dict[str, Any]:
-        """What must be equal for a resumed run to be bit-exact."""
-        return {
-            "setting": {"world_size": self.world.size, "threads": torch.get_num_threads(), "torch": torch.__version__}
-        }
 
     def resume(self) -> int:
         """Load the newest checkpoint if there is one; the step to go on with."""
@@ -240,9 +244,8 @@ class Loop:
             raise ValueError(f"{self.folder}: the processes see different checkpoints; is the folder shared?")
         changed = ""
         if found is not None:
-            changed = self.check_same_run(found)
-            checkpoint.load_into(without_aliases(self.model.state_dict()), found.load("model"))
-            load_optimizer(self.model, self.optimizer, found.load("optimizer"))
+            changed = check_same_run(found, self.model.config, self.config, self.world)
+            checkpoint.in_step(self.world.exchange, lambda: self.load(found))
         if self.world.is_first:
             write_config(self.folder, self.model.config, self.config)
             self.log.drop_from(step)
@@ -250,57 +253,9 @@ class Loop:
             self.add_row({"step": step, "event": "config changed", "reason": changed})
         return step
 
-    def check_same_run(self, found: checkpoint.Checkpoint) -> str:
-        """Refuse another model, warn where bits may differ; what changed in the training config."""
-        here = json.loads(json.dumps(model_config_to_dict(self.model.config)))
-        changed = differences(found.state["model"], here)
-        if changed:
-            raise ValueError(
-                f"{found.folder}: holds another model: {'; '.join(changed)}; "
-                "choose another run folder, or restore the config"
-            )
-        setting = differences(found.state["setting"], self.setting()["setting"])
-        if setting:
-            warnings.warn(f"going on at step {found.step}, but not bit-exact: {'; '.join(setting)}", stacklevel=2)
-        return "; ".join(differences(found.state["train"], json.loads(json.dumps(asdict(self.config)))))
-
-
-def differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
-    """The fields that differ between two trees of plain data, each as `name was a, is b`."""
-    found = []
-    for name in sorted(before.keys() | now.keys()):
-        old, new = before.get(name), now.get(name)
-        if isinstance(old, dict) and isinstance(new, dict):
-            found += differences(old, new, f"{prefix}{name}.")
-        elif old != new:
-            found.append(f"{prefix}{name} was {old}, is {new}")
-    return found
-
-
-def without_aliases(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tied weights once, under the first of their names."""
-    seen: set[int] = set()
-    kept = {}
-    for name, tensor in tensors.items():
-        if tensor.numel() == 0 or tensor.data_ptr() not in seen:
-            kept[name] = tensor
-            seen.add(tensor.data_ptr())
-    return kept
-
-
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimiser's state by parameter name."""
-    return {
-        f"{name}.{key}": value
-        for name, parameter in model.named_parameters()
-        for key, value in optimizer.state[parameter].items()
-    }
-
-
-def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    for name, parameter in model.named_parameters():
-        keys = [key for key in tensors if key.rpartition(".")[0] == name]
-        optimizer.state[parameter] = {key.rpartition(".")[2]: tensors[key].to(parameter.device) for key in keys}
+    def load(self, found: checkpoint.Checkpoint) -> None:
+        load_model(self.model, found)
+        load_optimizer(self.model, self.optimizer, found)
 
 
 def write_config(folder: Path, model: ModelConfig, config: TrainConfig) -> None:
@@ -315,7 +270,7 @@ def load(run: str | Path) -> Transformer:
     if found is None:
         raise ValueError(f"{run}: no checkpoint to load")
     model = Transformer(model_config_from_dict(found.state["model"]))
-    checkpoint.load_into(without_aliases(model.state_dict()), found.load("model"))
+    load_model(model, found)
     return model.eval()
 
 

@@ -9,16 +9,16 @@ Losses divide by the number of real tokens of all ranks; router losses are logge
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from modepth.config import Mode, TrainConfig
 from modepth.data import TokenFile, evaluation_windows, read_windows
 from modepth.model import IGNORED, Output
+from modepth.parallel import clip_gradients, release, sync_gradients
 from modepth.routing import Routing, real_tokens
 from modepth.world import World
 
@@ -93,44 +93,39 @@ def train_step(
             # Means over this part become its share of the mean over the tokens of all ranks.
             lm_share, router_share = part.num_targets / num_targets, part.num_tokens / num_tokens
             total = out.loss * lm_share + out.router_loss * router_share
-        (total * world.size).backward()  # DistributedDataParallel divides by the number of ranks
+        (total * world.size).backward()  # gradients come out as the mean over ranks; the sum is wanted
         routings = out.routings
         shares = {"loss": out.loss * lm_share} | {name: v * router_share for name, v in out.router_losses.items()}
         for name, value in shares.items():
             sums[name] = sums.get(name, 0.0) + value.detach().double()
         problems += [f"a router score of layer {routing.layer}" for routing in routings if not routing.finite]
-    norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip)
-    losses = dict(zip(sums, world.sum(torch.stack(list(sums.values()))).tolist(), strict=True))
-    if not math.isfinite(losses["loss"]):
-        problems.append("the loss")
-    if not torch.isfinite(norm):
-        problems.append("the gradient")
-    problem = first_problem(problems, world)
+    norm = clip_gradients(model, config.clip)
+    problem_count = torch.tensor(len(problems), dtype=torch.float64, device=world.device)
+    *totals, num_problems = world.sum(torch.stack([*sums.values(), problem_count])).tolist()
+    losses = dict(zip(sums, totals, strict=True))
+    # These numbers are the same on every rank, so all ranks decide alike.
+    problem = first_problem(problems, world) if num_problems else not_finite(losses["loss"], norm.item())
     if problem is None:
         optimizer.step()
     optimizer.zero_grad()
     return StepResult(losses.pop("loss"), losses, norm.item(), num_tokens, problem, routings)
 
 
-def first_problem(problems: Sequence[str], world: World) -> str | None:
-    """What all ranks call the trouble of any of them, None if there is none."""
-    count = world.sum(torch.tensor([len(problems)], device=world.device))
-    if count.item() == 0:  # the same on every rank, so all take this branch or none
-        return None
-    return next(problem for rank in world.exchange(list(problems)) for problem in rank)
+def first_problem(problems: list[str], world: World) -> str:
+    """What all ranks call the trouble that some of them have."""
+    return next(problem for rank in world.exchange(problems) for problem in rank)
+
+
+def not_finite(loss: float, norm: float) -> str | None:
+    if not math.isfinite(loss):
+        return "the loss"
+    return None if math.isfinite(norm) else "the gradient"
 
 
 def micro_batches(batch: Batch, rows: int | None) -> Iterator[Batch]:
     total = batch.tokens_BT.shape[0]
     for start in range(0, total, rows or total):
         yield batch.rows(slice(start, start + (rows or total)))
-
-
-def sync_gradients(model: nn.Module, last: bool) -> contextlib.AbstractContextManager[Any]:
-    """Exchange gradients between ranks only in the last backward of a step."""
-    if isinstance(model, DistributedDataParallel) and not last:
-        return model.no_sync()
-    return contextlib.nullcontext()
 
 
 def autocast(config: TrainConfig, world: World) -> contextlib.AbstractContextManager[Any]:
@@ -151,13 +146,16 @@ def evaluate(
     training, total = model.training, torch.zeros(2, dtype=torch.float64, device=world.device)
     model.eval()
     for start in range(0, len(windows), batch_size * world.size):
-        rows = windows[start : start + batch_size * world.size][world.rank :: world.size]
-        if len(rows):
-            batch = windows_to_batch(read_windows(tokens, rows, length)).to(world.device)
-            out = model(batch.tokens_BT, targets=batch.targets_BT, mode=mode)
-            for routing in out.routings:
-                routing.check()
-            total += torch.tensor([out.loss.item() * batch.num_targets, batch.num_targets], dtype=torch.float64)
+        rows = windows[start : start + batch_size * world.size]
+        mine = rows[world.rank :: world.size]
+        # A rank that has none left still computes: with fsdp the others wait for its part of the weights.
+        batch = windows_to_batch(read_windows(tokens, mine if len(mine) else rows[:1], length)).to(world.device)
+        out = model(batch.tokens_BT, targets=batch.targets_BT, mode=mode)
+        for routing in out.routings:
+            routing.check()
+        count = batch.num_targets if len(mine) else 0
+        total += torch.tensor([out.loss.item() * count, count], dtype=torch.float64, device=world.device)
+    release(model)
     model.train(training)
     loss_sum, count = world.sum(total).tolist()
     loss = loss_sum / count

@@ -12,6 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
+
+from modepth.rendezvous import fresh_store
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,14 @@ class World:
             dist.all_reduce(values, op=dist.ReduceOp.SUM)
         return values
 
+    def highest(self, value: int) -> int:
+        """The highest value of any rank."""
+        if self.size == 1:
+            return value
+        values = torch.tensor([value], device=self.device)
+        dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        return int(values.item())
+
     def exchange(self, value: Any) -> list[Any]:
         """Every rank's value, which must be plain data, in order of rank; also a barrier."""
         if self.size == 1:
@@ -46,7 +57,7 @@ class World:
         return [json.loads(bytes(t[: int(n)].tolist())) for t, n in zip(texts, sizes, strict=True)]
 
     def close(self) -> None:
-        if self.size > 1:
+        if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
 
 
@@ -59,5 +70,8 @@ def join_world(timeout_seconds: float = 600.0) -> World:
         torch.cuda.set_device(device)
     if size == 1:
         return World(rank=0, size=1, device=device)
-    dist.init_process_group("nccl" if has_gpu else "gloo", timeout=timedelta(seconds=timeout_seconds))
-    return World(rank=dist.get_rank(), size=size, device=device)
+    timeout = timedelta(seconds=timeout_seconds)
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
+    store = fresh_store(store, rank, size, timeout_seconds)
+    dist.init_process_group("nccl" if has_gpu else "gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    return World(rank=rank, size=size, device=device)

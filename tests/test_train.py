@@ -1,7 +1,6 @@
 """The training loop: accumulation, finite numbers, logs, resuming."""
 
 import copy
-import json
 import math
 import os
 import signal
@@ -11,37 +10,15 @@ import pytest
 import torch
 
 from modepth import Transformer
-from modepth.config import TrainConfig
-from modepth.data import TokenWriter, open_tokens
-from modepth.run import ALONE, Data, DivergedError, Stopped, load, train
-from modepth.train import Batch, cutoff_score, evaluate, make_optimizer, routing_row, train_step, windows_to_batch
+from modepth.run import ALONE, DivergedError, Stopped, load, train
+from modepth.train import cutoff_score, evaluate, make_optimizer, routing_row, train_step, windows_to_batch
 from tests.oracles import tiny_config, tiny_model, tiny_tokens
-
-CONFIG = TrainConfig(
-    steps=12, batch_size=4, length=16, eval_every=5, eval_windows=3, save_every=4, log_every=1, learning_rate=1e-2
-)
+from tests.training import CONFIG, make_data, new_model, ragged_batch, rows_of
 
 
 @pytest.fixture
 def data(tmp_path):
-    generator = torch.Generator().manual_seed(0)
-    for name in Data._fields:
-        writer = TokenWriter(tmp_path / f"{name}.tokens", vocab_size=97)
-        writer.add((torch.rand(3000, generator=generator).square() * 97).long().tolist(), num_bytes=6000)
-        writer.finish()
-    return Data(*(open_tokens(tmp_path / f"{name}.tokens") for name in Data._fields))
-
-
-def new_model():
-    torch.manual_seed(11)
-    return Transformer(tiny_config(num_layers=3, dropout=0.1, predictor=5))
-
-
-def ragged_batch():
-    tokens = tiny_tokens(B=8, T=16)
-    targets = tokens.roll(-1, 1).masked_fill(torch.rand(8, 16, generator=torch.Generator().manual_seed(1)) < 0.2, -100)
-    targets[2] = -100
-    return Batch(tokens, targets, torch.tensor([16, 3, 9, 16, 1, 12, 0, 7]))
+    return make_data(tmp_path)
 
 
 # -- a step
@@ -126,10 +103,6 @@ def test_evaluation_is_the_mean_over_windows_and_leaves_the_model_as_it_was(data
 
 
 # -- a run
-
-
-def rows_of(run):
-    return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
 
 
 def test_a_run_lowers_the_loss_logs_rows_and_can_be_loaded(data, tmp_path):
