@@ -18,7 +18,8 @@ TIMEOUT = 15  # seconds that a rank waits for another
 
 PROCESSES = multiprocessing.get_context("forkserver")  # each is real, but torch is imported once
 # What torch imports late, at every first step, is imported once here too.
-PROCESSES.set_forkserver_preload(["torch._dynamo", "tests.test_distributed", "tests.test_kills"])
+PRELOADED = ["torch._dynamo", "tests.test_checkpoint_killed", "tests.test_distributed", "tests.test_kills"]
+PROCESSES.set_forkserver_preload(PRELOADED)
 
 
 def run_ranks(function, size, *arguments):

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -18,6 +17,7 @@ from modepth import checkpoint, files
 from modepth.checkpoint import keep_newest, newest, save, sweep_leftovers, whole
 from modepth.run_folder import RunLock, prepare_run, step_folder, steps
 from tests.checkpoints import assert_holds, names_in, save_seeded
+from tests.processes import PROCESSES
 
 STAGES = [
     "folder made",
@@ -34,9 +34,6 @@ STAGES = [
 
 
 # -- killed
-
-PROCESSES = multiprocessing.get_context("forkserver")  # each is real, but torch is imported once
-PROCESSES.set_forkserver_preload(["tests.test_checkpoint_killed"])
 
 
 def save_and_die(run, step, seed, last_stage):

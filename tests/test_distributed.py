@@ -23,7 +23,7 @@ from modepth.rendezvous import fresh_store
 from modepth.restore import load_model, load_optimizer, model_tensors, optimizer_tensors
 from modepth.run import ALONE, Stopped, load, train
 from modepth.run_folder import RunLock
-from modepth.train import make_optimizer, train_step
+from modepth.train import evaluate, make_optimizer, train_step
 from tests.oracles import tiny_config, tiny_model
 from tests.processes import ROOT, run_ranks
 from tests.training import CONFIG, make_data, new_model, ragged_batch, read_data, rows_of
@@ -152,6 +152,20 @@ def test_a_whole_run_on_two_processes_equals_one(parallel, tmp_path):
     for one, two in zip(rows_of(tmp_path / "one"), rows_of(tmp_path / "two"), strict=True):
         for name in {"loss", "router_losses", "gradient_norm", "validation"} & one.keys():
             assert two[name] == pytest.approx(one[name], abs=1e-9), name
+
+
+def parameters_after_evaluation(world, folder):
+    model = new_model()
+    spread(model, replace(CONFIG, parallel="fsdp"), world)
+    before = list(model.parameters())
+    options = {"length": 16, "num_windows": 3, "batch_size": 2, "mode": "topk"}
+    evaluate(model, read_data(folder).validation, world=world, **options)
+    return all(one is other for one, other in zip(before, model.parameters(), strict=True))
+
+
+def test_evaluation_leaves_a_shared_out_model_the_parameters_that_the_optimizer_has(tmp_path):
+    make_data(tmp_path)
+    assert run_ranks(parameters_after_evaluation, 2, tmp_path) == [True, True]
 
 
 def run_script(world, script, *arguments):
