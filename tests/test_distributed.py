@@ -243,7 +243,9 @@ def test_what_two_ranks_save_one_and_four_load(tmp_path):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         stopped_run(ALONE, replace(config, steps=4), tmp_path, tmp_path / "run")
-    assert any("not bit-exact: parallel was fsdp, is None; world_size was 2, is 1" in str(w.message) for w in caught)
+    warned = next(str(warning.message) for warning in caught if "not bit-exact" in str(warning.message))
+    assert "parallel was fsdp, is None" in warned  # the number of threads may differ too
+    assert "world_size was 2, is 1" in warned
     assert checkpoint.newest(tmp_path / "run").step == 4
 
 
