@@ -1,10 +1,15 @@
 """Mixture-of-Depths for PyTorch: each token decides, layer by layer, whether to be computed."""
 
-from modepth import flops, losses
-from modepth.config import LossWeights, ModelConfig, RoutingConfig
-from modepth.layer import MixtureOfDepths
-from modepth.model import Output, Transformer, check_tokens
-from modepth.routing import Router, Routing, apply_routed, num_routed
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from modepth import flops, losses
+    from modepth.config import LossWeights, ModelConfig, RoutingConfig
+    from modepth.layer import MixtureOfDepths
+    from modepth.model import Output, Transformer, check_tokens
+    from modepth.routing import Router, Routing, apply_routed, num_routed
+    from modepth.trace import record
 
 __all__ = [
     "LossWeights",
@@ -20,4 +25,29 @@ __all__ = [
     "flops",
     "losses",
     "num_routed",
+    "record",
 ]
+
+# A name is loaded when it is first used, so that what needs no torch (plots, reports) does not wait for it.
+_HOMES = {
+    "config": ("LossWeights", "ModelConfig", "RoutingConfig"),
+    "layer": ("MixtureOfDepths",),
+    "model": ("Output", "Transformer", "check_tokens"),
+    "routing": ("Router", "Routing", "apply_routed", "num_routed"),
+    "trace": ("record",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("flops", "losses"):
+        return import_module(f"modepth.{name}")
+    for home, names in _HOMES.items():
+        if name in names:
+            value = getattr(import_module(f"modepth.{home}"), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module 'modepth' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

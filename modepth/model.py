@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from modepth.config import Mode, ModelConfig
+from modepth.config import Mode, ModelConfig, RoutingConfig
 from modepth.losses import router_losses, weighted_sum
 from modepth.routing import Router, Routing, apply_routed, real_tokens
 from modepth.validation import check_tensor
@@ -79,12 +79,15 @@ class Transformer(nn.Module):
         targets: Tensor | None = None,
         lengths: Tensor | None = None,
         mode: Mode = "causal",
+        routing: RoutingConfig | None = None,
     ) -> Output:
         """Logits of every position, and the losses if `targets` (B, T) are given.
 
         mode      "causal" decides each token by itself, as generation does; "topk" is for training
         lengths   the number of real tokens of each row, (B,), the rest being padding
+        routing   how to route in this forward, if not as the model's config says: another capacity, rule, seed
         """
+        routing = self.own_or(routing)
         self.check_shapes(tokens_BT, targets)
         B, T = tokens_BT.shape
         if lengths is None:
@@ -95,16 +98,26 @@ class Transformer(nn.Module):
         rope_BTE = rotary(position_1T, self.config).to(x_BTD.dtype).expand(B, -1, -1).contiguous()
         routings = []
         for layer in self.layers:
-            x_BTD, routing = self.run_layer(layer, x_BTD, rope_BTE, real_BT, mode)
-            if routing is not None:
-                routings.append(routing)
+            x_BTD, decision = self.run_layer(layer, x_BTD, rope_BTE, real_BT, mode, routing)
+            if decision is not None:
+                routings.append(decision)
         logits_BTV = self.lm_head(self.norm(x_BTD))
         loss = None if targets is None else language_loss(logits_BTV, targets, real_BT)
         losses, router_loss = {}, logits_BTV.new_zeros(())
-        if mode == "topk" and self.config.routing is not None:
-            losses = router_losses(routings, self.config.routing)
-            router_loss = weighted_sum(losses, self.config.routing.losses).to(logits_BTV.device)
+        if mode == "topk" and routing is not None:
+            losses = router_losses(routings, routing)
+            router_loss = weighted_sum(losses, routing.losses).to(logits_BTV.device)
         return Output(logits_BTV, loss, losses, router_loss, tuple(routings))
+
+    def own_or(self, routing: RoutingConfig | None) -> RoutingConfig | None:
+        """The routing of a forward, which may not ask for parts that the model does not have."""
+        own = self.config.routing
+        if routing is None or routing is own:
+            return own
+        for name in ("layers", "every", "part", "predictor"):
+            if own is None or getattr(routing, name) != getattr(own, name):
+                raise ValueError(f"routing may not change {name} of a model that stands: {own} was built")
+        return routing
 
     def check_shapes(self, tokens_BT: Tensor, targets: Tensor | None) -> None:
         check_tensor("tokens", tokens_BT, (None, None), kind="whole")
@@ -116,13 +129,19 @@ class Transformer(nn.Module):
             check_tensor("targets", targets, tuple(tokens_BT.shape), kind="whole")
 
     def run_layer(
-        self, layer: nn.Module, x_BTD: Tensor, rope_BTE: Tensor, real_BT: Tensor, mode: Mode
+        self,
+        layer: nn.Module,
+        x_BTD: Tensor,
+        rope_BTE: Tensor,
+        real_BT: Tensor,
+        mode: Mode,
+        routing: RoutingConfig | None,
     ) -> tuple[Tensor, Routing | None]:
         """One layer, its activations kept or made again in the backward."""
         if self.checkpoint_activations and torch.is_grad_enabled():
             # Not the reentrant kind: that one drops the gradient of the router losses.
-            return checkpoint(layer, x_BTD, rope_BTE, real_BT, mode, use_reentrant=False)
-        return layer(x_BTD, rope_BTE, real_BT, mode)
+            return checkpoint(layer, x_BTD, rope_BTE, real_BT, mode, routing, use_reentrant=False)
+        return layer(x_BTD, rope_BTE, real_BT, mode, routing)
 
 
 class Layer(nn.Module):
@@ -145,11 +164,13 @@ class Layer(nn.Module):
     def feed(self, x_BTD: Tensor) -> Tensor:
         return x_BTD + self.dropout(self.mlp(self.post_attention_layernorm(x_BTD)))
 
-    def forward(self, x_BTD: Tensor, rope_BTE: Tensor, real_BT: Tensor, mode: Mode) -> tuple[Tensor, Routing | None]:
+    def forward(
+        self, x_BTD: Tensor, rope_BTE: Tensor, real_BT: Tensor, mode: Mode, routing: RoutingConfig | None = None
+    ) -> tuple[Tensor, Routing | None]:
         router = self.router
         if router is None:
             return self.feed(self.attend(x_BTD, rope_BTE)), None
-        return ROUTED_PARTS[router.config.part](self, x_BTD, rope_BTE, lambda x: router(x, real_BT, mode=mode))
+        return ROUTED_PARTS[router.config.part](self, x_BTD, rope_BTE, lambda x: router(x, real_BT, mode, routing))
 
 
 # The router reads the stream where the routed part does. Positions travel with their tokens.

@@ -306,8 +306,14 @@ class Router(nn.Module):
             if isinstance(module, nn.Linear):
                 module.reset_parameters()
 
-    def forward(self, x_BTD: Tensor, real_BT: Tensor | None = None, mode: Mode = "topk") -> Routing:
-        """Decide for every token of (B, T, D); `real_BT` is False at padding."""
+    def forward(
+        self,
+        x_BTD: Tensor,
+        real_BT: Tensor | None = None,
+        mode: Mode = "topk",
+        config: RoutingConfig | None = None,
+    ) -> Routing:
+        """Decide for every token of (B, T, D); `real_BT` is False at padding; `config` replaces the router's own."""
         check_choice("mode", mode, Mode)
         check_tensor("x", x_BTD, (None, None, self.score.in_features))
         if real_BT is None:
@@ -316,7 +322,7 @@ class Router(nn.Module):
         logit_BT, predicted_BT = self.scores(x_BTD)
         position_BT = real_BT.cumsum(1) - 1
         tokens = Candidates(logit_BT, predicted_BT, real_BT, position_BT, self.cutoff, self.layer)
-        return decide(tokens, self.config, mode)
+        return decide(tokens, self.config if config is None else config, mode)
 
     def scores(self, x_BTD: Tensor) -> tuple[Tensor, Tensor | None]:
         """Every token's logit, and the predictor's, which sees the stream but does not shape it."""

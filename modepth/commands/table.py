@@ -1,0 +1,17 @@
+"""Tables for people."""
+
+
+def print_table(rows: list[list[str]]) -> None:
+    """The first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for first, *others in rows:
+        cells = [first.ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        print("  ".join(cells).rstrip())
+
+
+def millions(number: int) -> str:
+    return f"{number / 1e6:,.2f}M" if number else "-"
+
+
+def ratio(number: int, base: int) -> str:
+    return f"{number / base:.3f}"

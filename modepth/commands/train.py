@@ -1,0 +1,174 @@
+"""`modepth train` and `modepth eval`: a run, from a config file and flags."""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from tqdm import tqdm
+
+from modepth.commands.table import print_table
+from modepth.config import RunConfig, build, read_plain
+from modepth.data import open_tokens
+from modepth.flags import add_flags, flags_given, laid_over
+from modepth.flops import forward_flops, num_parameters
+from modepth.model import Transformer
+from modepth.run import ALONE, load, open_data, train
+from modepth.schedule import num_steps
+from modepth.tokenizer import load_tokenizer, save_tokenizer
+from modepth.train import evaluate
+from modepth.world import World, join_world
+
+TRAIN_EXAMPLES = """\
+examples:
+  modepth data prepare stdlib data/stdlib
+  modepth train runs/tiny --data data/stdlib --config recipes/tiny.yaml
+  modepth train runs/half --data data/stdlib --config recipes/tiny.yaml --model.routing.capacity 0.5
+  torchrun --nproc-per-node 2 -m modepth train runs/two --data data/stdlib --config recipes/tiny.yaml
+  modepth train runs/tiny --data data/stdlib --config recipes/tiny.yaml --print_config
+
+The same command again goes on where a run was stopped. A value of null means "absent".
+"""
+EVAL_EXAMPLES = """\
+examples:
+  modepth eval runs/tiny
+  modepth eval runs/tiny --data data/other --split test --mode topk
+"""
+
+
+def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "train",
+        help="train a model, or go on with its training",
+        usage="modepth train RUN --data DIR [--config FILE] [--print_config] [--model.FIELD VALUE ...]",
+        description="Train a model on prepared data. Rows go to RUN/log.jsonl, checkpoints to RUN/checkpoints. "
+        "The last line is JSON.",
+        epilog=TRAIN_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folder", metavar="RUN", help="the folder of the run, made if absent")
+    parser.add_argument("--data", required=True, metavar="DIR", help="what `modepth data prepare` wrote")
+    parser.add_argument("--config", metavar="FILE", help="YAML or JSON with `model` and `train`")
+    parser.add_argument("--print_config", action="store_true", help="print the resolved config and stop")
+    add_flags(parser, RunConfig)
+    parser.set_defaults(run=run_train)
+    look = commands.add_parser(
+        "eval",
+        help="measure the loss of a run",
+        description="Loss, perplexity and bits per byte of the newest checkpoint of a run. The last line is JSON.",
+        epilog=EVAL_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    look.add_argument("folder", metavar="RUN", help="the folder of the run")
+    look.add_argument("--data", metavar="DIR", help="prepared data (default: that of the run)")
+    look.add_argument("--split", choices=["validation", "test"], default="test", help="default: %(default)s")
+    look.add_argument("--mode", choices=["causal", "topk"], default="causal", help="default: %(default)s")
+    look.add_argument("--batch-size", type=int, default=16, help="windows at a time (default: %(default)s)")
+    look.set_defaults(run=run_eval)
+
+
+def run_train(options: argparse.Namespace) -> None:
+    in_file = {} if options.config is None else read_plain(options.config)
+    config: RunConfig = build(RunConfig, laid_over(in_file, flags_given(options)), where="")
+    if options.print_config:
+        print(yaml.safe_dump(json.loads(json.dumps(asdict(config))), sort_keys=False), end="")
+        return
+    world = join_world()
+    try:
+        train_in(world, config, options)
+    finally:
+        world.close()
+
+
+def train_in(world: World, config: RunConfig, options: argparse.Namespace) -> None:
+    torch.manual_seed(config.train.seed)
+    model = Transformer(config.model)
+    data = open_data(options.data, config.model)
+    steps = num_steps(config.train, config.model)
+    with ShowRows(steps, quiet=not world.is_first) as show:
+        if world.is_first:
+            show.say(
+                f"{num_parameters(config.model):,} parameters, {steps:,} steps of {config.train.batch_size} windows, "
+                f"{world.size} process{'es' if world.size > 1 else ''}"
+            )
+        last = train(
+            model,
+            config.train,
+            data,
+            options.folder,
+            world=world,
+            on_start=lambda folder: remember_data(folder, Path(options.data)),
+            on_row=show,
+        )
+    if world.is_first:
+        print(json.dumps({"run": options.folder, **last}))
+
+
+def remember_data(run: Path, data: Path) -> None:
+    """A run keeps its tokenizer, and where its data was."""
+    save_tokenizer(load_tokenizer(data), run)
+    (run / "data.txt").write_text(f"{data.resolve()}\n")
+
+
+class ShowRows:
+    """Rows as they come: a bar with the last loss on a terminal, plain lines elsewhere; always on stderr."""
+
+    def __init__(self, steps: int, *, quiet: bool) -> None:
+        self.bar: tqdm[Any] = tqdm(total=steps, unit="step", disable=quiet or not sys.stderr.isatty(), file=sys.stderr)
+        self.quiet = quiet
+
+    def __enter__(self) -> "ShowRows":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.close()
+
+    def say(self, text: str) -> None:
+        if not self.quiet:
+            tqdm.write(text, file=sys.stderr)
+
+    def __call__(self, row: dict[str, Any]) -> None:
+        if "validation" in row:
+            self.say(f"step {row['step']}: validation loss {row['validation']['loss']:.4f}")
+        elif "event" in row:
+            self.say(f"step {row['step']}: {row['event']}: {row['reason']}")
+        elif self.bar.disable:
+            self.say(f"step {row['step']}: loss {row['loss']:.4f}, {row['tokens_per_second']:,.0f} tokens/s")
+        else:
+            self.bar.set_postfix(loss=f"{row['loss']:.4f}", tokens_per_s=f"{row['tokens_per_second']:,.0f}")
+            self.bar.update(row["step"] + 1 - self.bar.n)
+
+
+def run_eval(options: argparse.Namespace) -> None:
+    folder = Path(options.folder)
+    if options.data is None and not (folder / "data.txt").exists():
+        raise ValueError(f"{folder}: does not say what it was trained on: give --data")
+    data = Path(options.data or (folder / "data.txt").read_text().strip())
+    model = load(folder)
+    tokens = open_tokens(data / f"{options.split}.tokens")
+    result = evaluate(
+        model,
+        tokens,
+        length=model.config.max_length,
+        num_windows=tokens.count,
+        batch_size=options.batch_size,
+        world=ALONE,
+        mode=options.mode,
+    )
+    per_token = forward_flops(model.config, model.config.max_length, half_causal=True) / model.config.max_length
+    print_table(
+        [
+            ["", options.split],
+            ["loss, nats a token", f"{result['loss']:.4f}"],
+            ["perplexity", f"{result['perplexity']:.3f}"],
+            ["bits a byte", f"{result['bits_per_byte']:.4f}"],
+            ["parameters", f"{num_parameters(model.config):,}"],
+            ["FLOPs a token", f"{per_token:,.0f}"],
+        ]
+    )
+    print()
+    print(json.dumps({"run": options.folder, "split": options.split, "mode": options.mode, **result}))

@@ -1,0 +1,65 @@
+"""Command-line flags made from config dataclasses: a flag for every field, its help from the docstring.
+
+A flag's value is read as YAML is, laid over the config file, and checked where all configs are: at birth.
+"""
+
+import argparse
+import re
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, fields
+from typing import Any
+
+import yaml
+
+from modepth.config import NESTED, StrictLoader
+
+Tree = dict[str, Any]
+
+
+def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
+    """A flag `--a.b.c` for every field of a dataclass and of those inside it."""
+    for path, owner, each in leaves(kind):
+        default = "" if each.default is MISSING else f" (default: {each.default})"
+        parser.add_argument(
+            f"--{path}",
+            dest=f"flag:{path}",
+            default=argparse.SUPPRESS,
+            metavar="VALUE",
+            help=(documentation(owner).get(each.name, "") + default).replace("%", "%%").strip(),
+        )
+
+
+def flags_given(options: argparse.Namespace) -> Tree:
+    """The flags of the command line as a tree of values."""
+    tree: Tree = {}
+    for name, text in vars(options).items():
+        if name.startswith("flag:"):
+            *parents, leaf = name.removeprefix("flag:").split(".")
+            branch = tree
+            for parent in parents:
+                branch = branch.setdefault(parent, {})
+            branch[leaf] = yaml.load(text, Loader=StrictLoader)
+    return tree
+
+
+def laid_over(below: Tree, above: Tree) -> Tree:
+    """The two trees as one, `above` deciding where both have a value."""
+    both = dict(below)
+    for name, value in above.items():
+        inner = both.get(name)
+        both[name] = laid_over(inner or {}, value) if isinstance(value, dict) and not isinstance(inner, list) else value
+    return both
+
+
+def leaves(kind: type, prefix: str = "") -> Iterator[tuple[str, type, "Field[Any]"]]:
+    """The fields that are not dataclasses themselves: dotted path, the dataclass it belongs to, the field."""
+    for each in fields(kind):
+        if each.name in NESTED:
+            yield from leaves(NESTED[each.name], f"{prefix}{each.name}.")
+        else:
+            yield f"{prefix}{each.name}", kind, each
+
+
+def documentation(kind: type) -> dict[str, str]:
+    """What a docstring says of each field, in lines of a name, two spaces or more, and a text."""
+    return dict(re.findall(r"^    (\w+)  +(\S.*)$", kind.__doc__ or "", re.MULTILINE))

@@ -1,0 +1,285 @@
+"""A run: its folder, its log, its checkpoints, and the loop from the first step to the last.
+
+    RUN/config.json      model and training as resolved
+    RUN/log.jsonl        a row for each logged step, each evaluation, each event
+    RUN/checkpoints/     what the run goes on from after a kill, a full disk or Ctrl-C
+
+A run that finds a checkpoint of its own model in its folder resumes from it.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from modepth import checkpoint
+from modepth.agreement import check_same_run, check_same_start, setting
+from modepth.config import ModelConfig, TrainConfig, model_config_from_dict, model_config_to_dict
+from modepth.data import TokenFile, check_ids, global_batch_rows, open_tokens, rank_rows, read_windows
+from modepth.interruption import Interruption
+from modepth.model import Transformer
+from modepth.parallel import spread
+from modepth.restore import load_model, load_optimizer, model_tensors, optimizer_tensors, pieces
+from modepth.run_folder import RunLock, prepare_run
+from modepth.runlog import RunLog
+from modepth.schedule import learning_rate_at, num_steps, routing_at, step_flops, window_length
+from modepth.train import StepResult, evaluate, make_optimizer, routing_row, train_step, windows_to_batch
+from modepth.world import World
+
+ALONE = World(rank=0, size=1, device=torch.device("cpu"))
+
+
+class Data(NamedTuple):
+    """The token files of a run: trained on, and measured on while it trains."""
+
+    train: TokenFile
+    validation: TokenFile
+
+
+class Stopped(Exception):  # noqa: N818 - not an error
+    """A signal ended the run after a step, which is saved; `signal` is its number."""
+
+    def __init__(self, signal: int) -> None:
+        super().__init__(f"stopped by signal {signal}; the same command goes on from here")
+        self.signal = signal
+
+
+class DivergedError(Exception):
+    """Update after update could not be applied."""
+
+
+def open_data(folder: str | Path, model: ModelConfig) -> Data:
+    """The training and validation tokens of a prepared folder, checked against the model's vocabulary."""
+    data = Data(*(open_tokens(Path(folder) / f"{name}.tokens") for name in Data._fields))
+    for tokens in data:
+        if tokens.vocab_size > model.vocab_size:
+            raise ValueError(
+                f"{tokens.path}: its vocabulary of {tokens.vocab_size} is more than the model's "
+                f"vocab_size {model.vocab_size}"
+            )
+        check_ids(tokens)
+    return data
+
+
+def train(
+    model: Transformer,
+    config: TrainConfig,
+    data: Data,
+    run: str | Path,
+    *,
+    world: World = ALONE,
+    on_start: Callable[[Path], None] = lambda folder: None,
+    on_row: Callable[[dict[str, Any]], None] = lambda row: None,
+) -> dict[str, Any]:
+    """Train `model` to the end of its schedule, going on from the newest checkpoint of the folder `run`.
+
+    Returns the row of the final evaluation. On the first rank `on_start` is handed the folder once it is
+    locked and its checkpoint fits, and `on_row` each row as it is logged.
+    """
+    check_same_start(world, model, model.config, config, data._asdict())
+    steps = num_steps(config, model.config)
+    with ExitStack() as stack:
+        take_folder(run, world, stack)
+        interruption = stack.enter_context(Interruption())
+        loop = Loop(model, config, data, Path(run), world, steps, on_row)
+        first = loop.resume()
+        if world.is_first:
+            on_start(Path(run))
+        for step in range(first, steps):
+            loop.do(step)
+            signal = world.highest(interruption.signal or 0)
+            if signal or (step + 1) % config.save_every == 0 or step + 1 == steps:
+                loop.save(step + 1)
+            if signal:
+                raise Stopped(signal)
+        return loop.final_row()
+
+
+def take_folder(run: str | Path, world: World, stack: ExitStack) -> None:
+    """Hold the folder of a run, on the first rank, until `stack` closes; if one rank cannot use it all raise."""
+
+    def take() -> None:
+        if world.is_first:
+            checkpoint.sweep_leftovers(stack.enter_context(RunLock(prepare_run(run))))
+
+    def look() -> None:
+        if not (Path(run) / "checkpoints").is_dir():
+            raise ValueError(f"{run}: not the folder that the first process sees; put it where all machines share it")
+
+    checkpoint.in_step(world.exchange, take)
+    checkpoint.in_step(world.exchange, look)
+
+
+class Loop:
+    """The things a run holds while it trains."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        config: TrainConfig,
+        data: Data,
+        folder: Path,
+        world: World,
+        steps: int,
+        on_row: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self.model = model.to(world.device).train()
+        self.model.checkpoint_activations = config.checkpoint_activations
+        self.config, self.data, self.folder, self.world, self.steps = config, data, folder, world, steps
+        self.on_row = on_row
+        self.length = window_length(config, model.config)
+        self.forward = spread(self.model, config, world)
+        self.optimizer = make_optimizer(self.model, config)  # of the parameters as they are spread
+        self.log = RunLog(folder)
+        self.num_bad = 0
+        self.peak = measured_peak(world.device)
+        self.started = time.perf_counter()
+
+    # -- one step
+
+    def do(self, step: int) -> None:
+        """The step numbered `step`: what it sees and how it is done follow from its number alone."""
+        start = time.perf_counter()
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate_at(step, self.steps, self.config)
+        torch.manual_seed((self.config.seed * 1_000_003 + step) * 1_000_003 + self.world.rank)  # of dropout
+        own = self.model.config.routing
+        options = {} if own is None else {"routing": routing_at(step, self.steps, self.config, own)}
+        rows = global_batch_rows(
+            self.data.train, seed=self.config.seed, step=step, batch_size=self.config.batch_size, length=self.length
+        )
+        rows = rank_rows(rows, rank=self.world.rank, world_size=self.world.size)
+        batch = windows_to_batch(read_windows(self.data.train, rows, self.length)).to(self.world.device)
+        result = train_step(self.forward, self.optimizer, batch, self.config, self.world, **options)
+        self.account(step, result, time.perf_counter() - start)
+        if (step + 1) % self.config.eval_every == 0 and step + 1 < self.steps:
+            self.measure(step + 1)
+
+    def account(self, step: int, result: StepResult, seconds: float) -> None:
+        """Log the step; stop a run that cannot go on."""
+        if result.problem is not None:
+            self.num_bad += 1
+            self.add_row({"step": step, "event": "update not applied", "reason": f"{result.problem} is not finite"})
+            if self.num_bad == self.config.max_bad_steps:
+                raise DivergedError(
+                    f"{self.num_bad} updates in a row could not be applied, the last at step {step}: {result.problem} "
+                    "is not finite; the weights are those of the last good step: lower learning_rate or clip"
+                )
+            return
+        self.num_bad = 0
+        if step % self.config.log_every == 0 or step + 1 == self.steps:
+            rate = step_flops(self.config, self.model.config) / seconds
+            self.add_row(
+                {
+                    "step": step,
+                    "loss": result.loss,
+                    "router_losses": result.router_losses,
+                    "gradient_norm": result.gradient_norm,
+                    "learning_rate": self.optimizer.param_groups[0]["lr"],
+                    "tokens_per_second": result.num_tokens / seconds,
+                    "flops_per_second": rate,
+                    "share_of_peak": rate / self.peak,
+                    "flops": (step + 1) * step_flops(self.config, self.model.config),
+                    "layers": {str(routing.layer): routing_row(routing) for routing in result.routings},
+                }
+            )
+
+    def measure(self, step: int) -> dict[str, Any]:
+        """Validation loss after `step` steps, as a row."""
+        result = evaluate(
+            self.model,
+            self.data.validation,
+            length=self.length,
+            num_windows=self.config.eval_windows,
+            batch_size=self.config.micro_batch or max(1, self.config.batch_size // self.world.size),
+            world=self.world,
+            mode="topk",
+        )
+        row = {"step": step, "validation": result, "flops": step * step_flops(self.config, self.model.config)}
+        self.add_row(row)
+        return row
+
+    def final_row(self) -> dict[str, Any]:
+        """The measurement at the end, taken once however often a finished run is started."""
+        done = [row for row in self.log.rows() if row["step"] == self.steps and "validation" in row]
+        found: list[dict[str, Any]] = self.world.exchange(done[-1:])[0]
+        return found[0] if found else self.measure(self.steps)
+
+    def add_row(self, row: dict[str, Any]) -> None:
+        row = {**row, "seconds": round(time.perf_counter() - self.started, 3)}
+        if self.world.is_first:
+            self.log.add(row)
+            self.on_row(row)
+
+    # -- saving and going on
+
+    def save(self, step: int) -> None:
+        """A checkpoint of the state after `step` steps."""
+        state = {"step": step, "model": model_config_to_dict(self.model.config), "train": asdict(self.config)}
+        checkpoint.save(
+            self.folder,
+            step,
+            {
+                "model": pieces(model_tensors(self.model)),
+                "optimizer": pieces(optimizer_tensors(self.model, self.optimizer)),
+            },
+            state | {"setting": setting(self.config, self.world)},
+            rank=self.world.rank,
+            exchange=self.world.exchange,
+        )
+        if self.world.is_first:
+            checkpoint.keep_newest(self.folder, step, self.config.keep_checkpoints)
+
+    def resume(self) -> int:
+        """Load the newest checkpoint if there is one; the step to go on with."""
+        found = checkpoint.newest(self.folder)
+        step = 0 if found is None else found.step
+        if len(set(self.world.exchange(step))) > 1:
+            raise ValueError(f"{self.folder}: the processes see different checkpoints; is the folder shared?")
+        changed = ""
+        if found is not None:
+            changed = check_same_run(found, self.model.config, self.config, self.world)
+            checkpoint.in_step(self.world.exchange, lambda: self.load(found))
+        if self.world.is_first:
+            write_config(self.folder, self.model.config, self.config)
+            self.log.drop_from(step)
+        if changed:
+            self.add_row({"step": step, "event": "config changed", "reason": changed})
+        return step
+
+    def load(self, found: checkpoint.Checkpoint) -> None:
+        load_model(self.model, found)
+        load_optimizer(self.model, self.optimizer, found)
+
+
+def write_config(folder: Path, model: ModelConfig, config: TrainConfig) -> None:
+    part = folder / "config.json.part"
+    part.write_text(json.dumps({"model": model_config_to_dict(model), "train": asdict(config)}, indent=1) + "\n")
+    os.replace(part, folder / "config.json")
+
+
+def load(run: str | Path) -> Transformer:
+    """The model of a run at its newest checkpoint."""
+    found = checkpoint.newest(run)
+    if found is None:
+        raise ValueError(f"{run}: no checkpoint to load")
+    model = Transformer(model_config_from_dict(found.state["model"]))
+    load_model(model, found)
+    return model.eval()
+
+
+def measured_peak(device: torch.device) -> float:
+    """FLOP/s of a large matrix product, what utilisation is a share of."""
+    a = torch.randn(1024, 1024, device=device)
+    rates = []
+    for _ in range(6):
+        start = time.perf_counter()
+        (a @ a).sum().item()
+        rates.append(2 * 1024**3 / (time.perf_counter() - start))
+    return max(rates)

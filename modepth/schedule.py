@@ -1,0 +1,53 @@
+"""What changes during a run, each a pure function of the step: nothing to save, nothing to restore."""
+
+import math
+from dataclasses import replace
+
+from modepth import flops
+from modepth.config import ModelConfig, RoutingConfig, TrainConfig
+
+
+def window_length(config: TrainConfig, model: ModelConfig) -> int:
+    return model.max_length if config.length is None else config.length
+
+
+def num_steps(config: TrainConfig, model: ModelConfig) -> int:
+    """Steps of the run, whichever way its length is given; a budget is never exceeded."""
+    length = window_length(config, model)
+    if config.steps is not None:
+        return config.steps
+    if config.tokens is not None:
+        steps = config.tokens // (config.batch_size * length)
+    else:
+        assert config.target_flops is not None  # the config demands one of the three
+        steps = int(config.target_flops // step_flops(config, model))
+    if steps == 0:
+        raise ValueError(
+            f"{'tokens' if config.tokens is not None else 'target_flops'} is less than one step of "
+            f"{config.batch_size} windows of {length} tokens needs: raise it, or lower batch_size"
+        )
+    return steps
+
+
+def step_flops(config: TrainConfig, model: ModelConfig) -> int:
+    """Training FLOPs of one step at the model's own capacity, causal attention counted half."""
+    return config.batch_size * flops.training_flops(model, window_length(config, model), half_causal=True)
+
+
+def learning_rate_at(step: int, steps: int, config: TrainConfig) -> float:
+    """A straight rise, then a cosine down to a fraction."""
+    rise = math.ceil(config.warmup * steps)
+    if step < rise:
+        return config.learning_rate * (step + 1) / rise
+    progress = (step - rise) / max(1, steps - 1 - rise)
+    low = config.final_fraction
+    return config.learning_rate * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def routing_at(step: int, steps: int, config: TrainConfig, routing: RoutingConfig) -> RoutingConfig:
+    """The model's routing, its capacity lowered from 1 in equal stages at the start of the run."""
+    fall = config.capacity_warmup * steps
+    if step >= fall:
+        return routing
+    stage = int(config.capacity_stages * step / fall)
+    return replace(routing, capacity=1 - (1 - routing.capacity) * stage / config.capacity_stages)

@@ -1,0 +1,138 @@
+"""`modepth train` and `modepth eval` as a user types them; flags made from the configs."""
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+
+from modepth.cli import main, make_parser
+from modepth.config import LossWeights, ModelConfig, RoutingConfig, TrainConfig
+from modepth.flags import flags_given, laid_over
+
+ROOT = Path(__file__).parent.parent
+CONFIG = """\
+model: {vocab_size: 257, num_layers: 3, dim: 16, num_heads: 2, max_length: 32, routing: {capacity: 0.25, predictor: 4}}
+train: {steps: 6, batch_size: 2, eval_every: 3, eval_windows: 2, save_every: 3, log_every: 1}
+"""
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    for number in range(40):
+        (folder / f"{number}.txt").write_text(f"document {number}: " + "to be or not to be, that is the question. " * 9)
+    assert main(["data", "prepare", str(folder), str(folder.parent / "out"), "--tokenizer", "bytes"]) == 0
+    return folder.parent / "out"
+
+
+@pytest.fixture
+def command(prepared, tmp_path):
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    return ["train", str(tmp_path / "run"), "--data", str(prepared), "--config", str(tmp_path / "config.yaml")]
+
+
+def test_train_then_eval(command, capsys):
+    assert main(command) == 0
+    captured = capsys.readouterr()
+    result = json.loads(captured.out.splitlines()[-1])
+    assert result["step"] == 6
+    assert "step 3: validation loss" in captured.err
+    run = Path(command[1])
+    assert {path.name for path in run.iterdir()} >= {"config.json", "log.jsonl", "checkpoints", "tokenizer.json"}
+    for extra in ([], ["--split", "validation", "--mode", "topk"]):
+        assert main(["eval", str(run), *extra]) == 0
+        evaluated = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert evaluated["loss"] > 0
+    assert evaluated["split"] == "validation"
+
+
+def test_the_same_command_goes_on(command, capsys):
+    assert main([*command, "--train.steps", "3"]) == 0
+    assert main(command) == 0
+    rows = [json.loads(line) for line in (Path(command[1]) / "log.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == list(range(6))
+    assert [row["step"] for row in rows if "event" in row] == [3]
+
+
+def test_print_config_shows_what_would_run_and_runs_nothing(command, capsys):
+    assert (
+        main([*command, "--print_config", "--model.routing.losses.z", "1e-4", "--model.routing.layers", "[1, 2]"]) == 0
+    )
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["model"]["routing"]["losses"]["z"] == 1e-4
+    assert printed["model"]["routing"]["layers"] == [1, 2]
+    assert printed["train"]["steps"] == 6
+    assert not Path(command[1]).exists()
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--model.dim", "x"], "model.dim must be a whole number >= 1, got 'x'"),
+        (["--model.routing.capacity", "1.5"], "model.routing.capacity must be a number in (0, 1], got 1.5"),
+        (["--train.tokens", "100"], "train.set exactly one of steps, tokens and target_flops"),
+        (["--model.vocab_size", "100"], "its vocabulary of 257 is more than the model's vocab_size 100"),
+        (["--data", "nowhere"], "nowhere/train.tokens: cannot be read"),
+        (["--config", "none.yaml"], "none.yaml: cannot be read: No such file or directory"),
+        (["--train.batch_size", "3.5"], "train.batch_size must be a whole number"),
+        (["--train.length", "100000"], "tokens are fewer than one window of 100000"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(command, capsys, extra, message):
+    assert main([*command, *extra]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err.splitlines()[-1]
+    assert captured.err.splitlines()[-1].startswith("modepth train: ")
+    assert captured.out == ""
+
+
+def test_an_unknown_flag_or_key_is_refused(command, capsys, tmp_path):
+    with pytest.raises(SystemExit) as stop:
+        main([*command, "--model.dimm", "3"])
+    assert stop.value.code == 2
+    (tmp_path / "config.yaml").write_text(CONFIG.replace("batch_size", "bach_size"))
+    assert main(command) == 2
+    assert "unknown field train.bach_size; did you mean 'batch_size'?" in capsys.readouterr().err
+
+
+def test_a_file_in_place_of_the_run_folder_is_refused_before_the_first_step(command, capsys, tmp_path):
+    (tmp_path / "run").write_text("")
+    assert main(command) == 2
+    assert "run: cannot be written" in capsys.readouterr().err
+
+
+def test_there_is_a_flag_for_every_field_of_every_config(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    text = capsys.readouterr().out
+    for kind, prefix in (
+        (ModelConfig, "model."),
+        (TrainConfig, "train."),
+        (RoutingConfig, "model.routing."),
+        (LossWeights, "model.routing.losses."),
+    ):
+        for each in fields(kind):
+            if each.name not in ("routing", "losses"):
+                assert f"--{prefix}{each.name} " in text
+
+
+def test_flags_lie_over_the_file():
+    options = make_parser().parse_args(
+        ["train", "r", "--data", "d", "--model.routing.every", "3", "--train.clip", "null"]
+    )
+    tree = laid_over({"model": {"dim": 8, "routing": {"capacity": 0.5}}}, flags_given(options))
+    assert tree == {"model": {"dim": 8, "routing": {"capacity": 0.5, "every": 3}}, "train": {"clip": None}}
+    assert laid_over({"model": {"routing": None}}, {"model": {"routing": {"every": 3}}}) == {
+        "model": {"routing": {"every": 3}}
+    }
+
+
+def test_recipes_are_configs(capsys):
+    recipes = sorted((ROOT / "recipes").glob("*.yaml"))
+    assert recipes
+    for recipe in recipes:
+        assert main(["train", "r", "--data", "d", "--config", str(recipe), "--print_config"]) == 0
+        assert main(["flops", str(recipe)]) == 0
+        assert capsys.readouterr().out

@@ -1,0 +1,160 @@
+"""The training loop: accumulation, finite numbers, logs, resuming."""
+
+import copy
+import math
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+
+from modepth import Transformer
+from modepth.run import ALONE, DivergedError, Stopped, load, train
+from modepth.train import cutoff_score, evaluate, make_optimizer, routing_row, train_step, windows_to_batch
+from tests.oracles import tiny_config, tiny_model, tiny_tokens
+from tests.training import CONFIG, make_data, new_model, ragged_batch, rows_of
+
+
+@pytest.fixture
+def data(tmp_path):
+    return make_data(tmp_path)
+
+
+# -- a step
+
+
+@pytest.mark.usefixtures("fp64")
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_accumulation_equals_one_batch_with_ragged_rows(rows):
+    losses, weights = [], []
+    for micro_batch in (None, rows):
+        model = tiny_model(predictor=5, losses=replace(tiny_config().routing.losses, router=0.1, z=0.1))
+        config = replace(CONFIG, micro_batch=micro_batch)
+        result = train_step(model, make_optimizer(model, config), ragged_batch(), config, ALONE)
+        losses.append((result.loss, *result.router_losses.values()))
+        weights.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    assert losses[0] == pytest.approx(losses[1], abs=1e-12)
+    torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=1e-9)
+
+
+def test_a_batch_without_targets_counts_nothing():
+    model = tiny_model(predictor=5)
+    batch = ragged_batch()
+    batch = batch._replace(
+        targets_BT=torch.full_like(batch.targets_BT, -100), lengths_B=torch.zeros(8, dtype=torch.int64)
+    )
+    before = copy.deepcopy(model.state_dict())
+    result = train_step(model, make_optimizer(model, replace(CONFIG, weight_decay=0.0)), batch, CONFIG, ALONE)
+    assert (result.loss, result.problem) == (0.0, None)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+@pytest.mark.parametrize("place", ["loss", "router"])
+def test_an_update_that_is_not_finite_is_not_applied_and_named(place):
+    model = tiny_model(predictor=5)
+    poisoned = model.lm_head.weight if place == "loss" else model.layers[1].router.score.weight
+    with torch.no_grad():
+        poisoned[0, 0] = math.nan
+    before = copy.deepcopy(model.state_dict())
+    result = train_step(model, make_optimizer(model, CONFIG), windows_to_batch(tiny_tokens()), CONFIG, ALONE)
+    assert result.problem == {"loss": "a router score of layer 1", "router": "a router score of layer 1"}[place] or (
+        place == "loss" and result.problem in ("the loss", "a router score of layer 1")
+    )
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, before[name], rtol=0, atol=0, equal_nan=True)
+
+
+def test_weight_decay_is_on_matrices_only():
+    optimizer = make_optimizer(tiny_model(), CONFIG)
+    decayed, others = optimizer.param_groups
+    assert {parameter.dim() for parameter in decayed["params"]} == {2}
+    assert {parameter.dim() for parameter in others["params"]} == {1}
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+
+
+def test_what_a_layers_row_says():
+    routing = tiny_model(predictor=5)(tiny_tokens(), lengths=torch.tensor([23, 11, 0]), mode="topk").routings[0]
+    row = routing_row(routing)
+    lowest = [min(routing.logit_BT[b, t].item() for t in range(23) if routing.chosen_BT[b, t]) for b in range(2)]
+    assert cutoff_score(routing).item() == row["cutoff"] == pytest.approx(sum(lowest) / 2)
+    assert row["share"] == pytest.approx((7 + 4) / 34)
+    said = {(b, t) for b, t in (routing.real_BT & (routing.predicted_BT >= 0)).nonzero().tolist()}
+    chosen = {(b, t) for b, t in routing.chosen_BT.nonzero().tolist()}
+    assert row["precision"] == pytest.approx(len(said & chosen) / max(1, len(said)))
+    assert row["recall"] == pytest.approx(len(said & chosen) / len(chosen))
+    gates = [routing.logit_BT[b, t].sigmoid().item() for b, t in chosen]
+    assert row["gate"] == pytest.approx(sum(gates) / len(gates))
+
+
+def test_evaluation_is_the_mean_over_windows_and_leaves_the_model_as_it_was(data):
+    model = new_model().train()
+    options = {"length": 16, "num_windows": 7, "world": ALONE, "mode": "topk"}
+    result = evaluate(model, data.validation, batch_size=3, **options)
+    assert model.training
+    losses = []
+    for window in range(7):
+        ids = torch.from_numpy(data.validation.ids[16 * window : 16 * window + 17].astype("int64")).unsqueeze(0)
+        losses.append(model.eval()(ids[:, :-1], targets=ids[:, 1:], mode="topk").loss.item())
+    assert result["loss"] == pytest.approx(sum(losses) / 7, rel=1e-5)
+    assert result["perplexity"] == pytest.approx(math.exp(result["loss"]))
+    assert result["bits_per_byte"] == pytest.approx(result["loss"] / math.log(2) * 3000 / 6000)
+
+
+# -- a run
+
+
+def test_a_run_lowers_the_loss_logs_rows_and_can_be_loaded(data, tmp_path):
+    model = new_model()
+    last = train(model, replace(CONFIG, steps=40), data, tmp_path / "run")
+    rows = rows_of(tmp_path / "run")
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert len(losses) == 40
+    assert losses[-1] < losses[0] - 0.3
+    assert set(rows[0]["layers"]) == {"1"}
+    assert set(rows[0]["router_losses"]) == {"predictor"}
+    assert rows[-1]["validation"] == last["validation"]
+    loaded = load(tmp_path / "run")
+    tokens = tiny_tokens()
+    assert torch.equal(loaded(tokens).logits_BTV, model.eval()(tokens).logits_BTV)
+
+
+def test_a_run_that_was_stopped_goes_on_to_the_same_bits(data, tmp_path):
+    whole = new_model()
+    train(whole, CONFIG, data, tmp_path / "whole")
+
+    def stop_at_six(row):
+        if row["step"] == 6 and "loss" in row:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Stopped, match="stopped by signal 15; the same command goes on from here"):
+        train(new_model(), CONFIG, data, tmp_path / "parts", on_row=stop_at_six)
+    resumed = new_model()
+    train(resumed, CONFIG, data, tmp_path / "parts")
+    for name, value in whole.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], value), name
+    timing = {"seconds", "tokens_per_second", "flops_per_second", "share_of_peak"}
+    plain = [
+        [{k: v for k, v in row.items() if k not in timing} for row in rows_of(tmp_path / n)] for n in ("whole", "parts")
+    ]
+    assert plain[0] == plain[1]
+
+
+def test_another_model_in_the_same_run_is_refused_and_another_learning_rate_recorded(data, tmp_path):
+    train(new_model(), CONFIG, data, tmp_path / "run")
+    with pytest.raises(ValueError, match="holds another model: num_layers was 3, is 5"):
+        train(Transformer(tiny_config(dropout=0.1, predictor=5)), CONFIG, data, tmp_path / "run")
+    train(new_model(), replace(CONFIG, steps=14, learning_rate=2e-2), data, tmp_path / "run")
+    (event,) = [row for row in rows_of(tmp_path / "run") if row.get("event") == "config changed"]
+    assert event["reason"] == "learning_rate was 0.01, is 0.02; steps was 12, is 14"
+
+
+def test_a_run_stops_after_so_many_bad_steps_and_keeps_its_last_good_weights(data, tmp_path):
+    model = new_model()
+    with pytest.raises(DivergedError, match="3 updates in a row could not be applied"):
+        train(
+            model, replace(CONFIG, learning_rate=1e30, warmup=0.0, clip=1e30, max_bad_steps=3), data, tmp_path / "run"
+        )
+    events = [row for row in rows_of(tmp_path / "run") if row.get("event") == "update not applied"]
+    assert len(events) == 3
