@@ -1,6 +1,8 @@
 """The command `modepth`: reads arguments, calls the library, prints tables for people and JSON for programs."""
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -13,9 +15,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = make_parser().parse_args(arguments)
     try:
         options.run(options)
+        sys.stdout.flush()
     except Stopped as stop:
         print(f"modepth {options.command}: {stop}", file=sys.stderr)
         return 128 + stop.signal
+    except BrokenPipeError:  # who read our output has left, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except (ValueError, OSError, DivergedError, FloatingPointError) as error:
         print(f"modepth {options.command}: {error}", file=sys.stderr)
         return 2

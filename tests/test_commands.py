@@ -1,6 +1,8 @@
 """`modepth train` and `modepth eval` as a user types them; flags made from the configs."""
 
 import json
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -136,3 +138,12 @@ def test_recipes_are_configs(capsys):
         assert main(["train", "r", "--data", "d", "--config", str(recipe), "--print_config"]) == 0
         assert main(["flops", str(recipe)]) == 0
         assert capsys.readouterr().out
+
+
+def test_a_reader_that_leaves_gets_no_complaint():
+    command = [sys.executable, "-m", "modepth", "flops", str(ROOT / "examples" / "decoder.yaml")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait() == 141
