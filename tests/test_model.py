@@ -405,6 +405,20 @@ def test_a_model_without_storage_is_filled_by_reset_parameters():
         assert value.shape == expected[name].shape
 
 
+def test_a_forward_may_route_otherwise_than_the_config_says():
+    model, tokens = tiny_model(capacity=0.3), tiny_tokens()
+    other = replace(model.config.routing, capacity=0.6)
+    built = Transformer(replace(model.config, routing=other))
+    built.load_state_dict(model.state_dict())
+    expected = built(tokens, mode="topk").logits_BTV
+    assert torch.equal(model(tokens, mode="topk", routing=other).logits_BTV, expected)
+    assert not torch.equal(model(tokens, mode="topk").logits_BTV, expected)
+    with pytest.raises(ValueError, match="routing may not change part of a model that stands"):
+        model(tokens, routing=replace(other, part="mlp"))
+    with pytest.raises(ValueError, match="routing may not change layers of a model that stands"):
+        tiny_model(routing=None)(tokens, routing=other)
+
+
 def test_layers_named_outright_may_be_the_first_and_the_last():
     model = tiny_model(layers=(4, 0))
     assert [routing.layer for routing in model(tiny_tokens(), mode="topk").routings] == [0, 4]
