@@ -28,8 +28,16 @@ from modepth.parallel import spread
 from modepth.restore import load_model, load_optimizer, model_tensors, optimizer_tensors, pieces
 from modepth.run_folder import RunLock, prepare_run
 from modepth.runlog import RunLog
-from modepth.schedule import learning_rate_at, num_steps, routing_at, step_flops, window_length
-from modepth.train import StepResult, evaluate, make_optimizer, routing_row, train_step, windows_to_batch
+from modepth.schedule import cutoff_weight_at, learning_rate_at, num_steps, routing_at, step_flops, window_length
+from modepth.train import (
+    StepResult,
+    evaluate,
+    make_optimizer,
+    move_cutoffs,
+    routing_row,
+    train_step,
+    windows_to_batch,
+)
 from modepth.world import World
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
@@ -157,6 +165,8 @@ class Loop:
         rows = rank_rows(rows, rank=self.world.rank, world_size=self.world.size)
         batch = windows_to_batch(read_windows(self.data.train, rows, self.length)).to(self.world.device)
         result = train_step(self.forward, self.optimizer, batch, self.config, self.world, **options)
+        if result.problem is None:
+            move_cutoffs(self.model, result.cutoffs, cutoff_weight_at(step))
         self.account(step, result, time.perf_counter() - start)
         if (step + 1) % self.config.eval_every == 0 and step + 1 < self.steps:
             self.measure(step + 1)

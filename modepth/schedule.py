@@ -51,3 +51,8 @@ def routing_at(step: int, steps: int, config: TrainConfig, routing: RoutingConfi
         return routing
     stage = int(config.capacity_stages * step / fall)
     return replace(routing, capacity=1 - (1 - routing.capacity) * stage / config.capacity_stages)
+
+
+def cutoff_weight_at(step: int) -> float:
+    """The weight of a step's cutoff in the running mean: the plain mean of the first steps, then of about fifty."""
+    return max(1 / (step + 1), 0.02)

@@ -19,7 +19,7 @@ from modepth.config import Mode, TrainConfig
 from modepth.data import TokenFile, evaluation_windows, read_windows
 from modepth.model import IGNORED, Output
 from modepth.parallel import clip_gradients, release, sync_gradients
-from modepth.routing import Routing, real_tokens
+from modepth.routing import Router, Routing, real_tokens
 from modepth.world import World
 
 
@@ -54,6 +54,7 @@ class StepResult(NamedTuple):
     gradient_norm: float
     num_tokens: int
     problem: str | None  # why the update was not applied
+    cutoffs: dict[int, float]  # by layer: the lowest score that was routed, the mean over the rows of all ranks
     routings: tuple[Routing, ...]  # of this rank's last micro-batch
 
 
@@ -83,6 +84,7 @@ def train_step(
     counts = world.sum(torch.tensor([batch.num_targets, batch.num_tokens], dtype=torch.int64, device=world.device))
     num_targets, num_tokens = (max(1, count) for count in counts.tolist())
     sums: dict[str, Tensor] = {}
+    lowest: list[list[Tensor]] = []
     problems: list[str] = []
     routings: tuple[Routing, ...] = ()
     parts = list(micro_batches(batch, config.micro_batch))
@@ -99,6 +101,7 @@ def train_step(
         for name, value in shares.items():
             sums[name] = sums.get(name, 0.0) + value.detach().double()
         problems += [f"a router score of layer {routing.layer}" for routing in routings if not routing.finite]
+        lowest.append([lowest_routed(routing) for routing in routings])
     norm = clip_gradients(model, config.clip)
     problem_count = torch.tensor(len(problems), dtype=torch.float64, device=world.device)
     *totals, num_problems = world.sum(torch.stack([*sums.values(), problem_count])).tolist()
@@ -108,7 +111,8 @@ def train_step(
     if problem is None:
         optimizer.step()
     optimizer.zero_grad()
-    return StepResult(losses.pop("loss"), losses, norm.item(), num_tokens, problem, routings)
+    cutoffs = mean_cutoffs([routing.layer for routing in routings], lowest, world)
+    return StepResult(losses.pop("loss"), losses, norm.item(), num_tokens, problem, cutoffs, routings)
 
 
 def first_problem(problems: list[str], world: World) -> str:
@@ -181,8 +185,35 @@ def routing_row(routing: Routing) -> dict[str, float]:
     return row
 
 
+# -- the cutoff, by which a model that was trained with top-k decides without looking ahead
+
+
+def lowest_routed(routing: Routing) -> Tensor:
+    """The lowest chosen logit of each row, their sum; and the number of rows that chose any: (2,)."""
+    lowest_B = routing.logit_BT.detach().double().masked_fill(~routing.chosen_BT, math.inf).amin(1)
+    any_B = routing.chosen_BT.any(1)
+    return torch.stack([torch.where(any_B, lowest_B, 0.0).sum(), any_B.sum()])
+
+
 def cutoff_score(routing: Routing) -> Tensor:
     """The lowest chosen logit of a row, the mean over the rows that chose any."""
-    lowest_B = routing.logit_BT.masked_fill(~routing.chosen_BT, math.inf).amin(1)
-    any_B = routing.chosen_BT.any(1)
-    return torch.where(any_B, lowest_B, 0.0).sum() / any_B.sum().clamp(min=1)
+    total, count = lowest_routed(routing)
+    return total / count.clamp(min=1)
+
+
+def mean_cutoffs(layers: list[int], lowest: list[list[Tensor]], world: World) -> dict[int, float]:
+    """By layer, the mean of `lowest_routed` over the micro-batches and ranks; `lowest` has a list a micro-batch."""
+    if not layers:
+        return {}
+    sums_L2 = world.sum(torch.stack([torch.stack(part) for part in lowest]).sum(0))
+    return {layer: total / count for layer, (total, count) in zip(layers, sums_L2.tolist(), strict=True) if count > 0}
+
+
+def move_cutoffs(model: nn.Module, cutoffs: dict[int, float], weight: float) -> None:
+    """Move each router's cutoff towards what top-k asked for in a step, by the share `weight`.
+
+    Only where top-k chose: a threshold that followed its own lowest score would rise without end.
+    """
+    for router in (module for module in model.modules() if isinstance(module, Router)):
+        if router.layer in cutoffs and router.config.selection in ("topk", "soft"):
+            router.cutoff.lerp_(torch.as_tensor(cutoffs[router.layer]).to(router.cutoff), weight)

@@ -86,6 +86,34 @@ def test_what_a_layers_row_says():
     assert row["gate"] == pytest.approx(sum(gates) / len(gates))
 
 
+@pytest.mark.usefixtures("fp64")
+@pytest.mark.parametrize("micro_batch", [None, 3])
+def test_a_steps_cutoffs_are_the_mean_of_the_lowest_routed_scores_of_its_rows(micro_batch):
+    model, batch = tiny_model(), ragged_batch()
+    lowest = {}
+    for routing in model(batch.tokens_BT, lengths=batch.lengths_B, mode="topk").routings:
+        rows = zip(routing.logit_BT.tolist(), routing.chosen_BT.tolist(), strict=True)
+        routed = [[logit for logit, chosen in zip(*row, strict=True) if chosen] for row in rows]
+        lowest[routing.layer] = [min(logits) for logits in routed if logits]
+    assert {len(values) for values in lowest.values()} == {7}  # one row is padding only
+    config = replace(CONFIG, micro_batch=micro_batch)
+    cutoffs = train_step(model, make_optimizer(model, config), batch, config, ALONE).cutoffs
+    assert cutoffs == pytest.approx({layer: sum(values) / 7 for layer, values in lowest.items()}, abs=1e-12)
+
+
+@pytest.mark.parametrize("selection", ["topk", "threshold"])
+def test_after_a_run_of_top_k_the_cutoff_is_the_running_mean_of_its_cutoffs(selection, data, tmp_path):
+    model = new_model(selection=selection)
+    train(model, replace(CONFIG, steps=60), data, tmp_path / "run")
+    mean = 0.0
+    for step, row in enumerate(row for row in rows_of(tmp_path / "run") if "loss" in row):
+        weight = 1 / (step + 1) if step < 50 else 1 / 50
+        mean += weight * (row["layers"]["1"]["cutoff"] - mean)
+    assert abs(mean) > 1e-3
+    cutoff = load(tmp_path / "run").layers[1].router.cutoff.item()
+    assert cutoff == pytest.approx(mean if selection == "topk" else 0.0, rel=1e-4)
+
+
 def test_evaluation_is_the_mean_over_windows_and_leaves_the_model_as_it_was(data):
     model = new_model().train()
     options = {"length": 16, "num_windows": 7, "world": ALONE, "mode": "topk"}
