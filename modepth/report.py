@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from modepth.formats import shown
 from modepth.plots import Figure, figure_bytes, loss_against_flops
-from modepth.plots.style import power_of_ten, write_atomically
+from modepth.plots.style import write_atomically
 from modepth.runlog import RunLog
 
 Table = Sequence[Mapping[str, object]]  # a row each, columns by name
@@ -112,25 +113,6 @@ def html_cell(value: object) -> str:
     return f"<td{' class=text' if isinstance(value, str) else ''}>{escaped(shown(value))}</td>"
 
 
-def shown(value: object) -> str:
-    """A value for people: large numbers in groups or powers of ten, four digits of a fraction, a dash for none.
-
-    >>> shown(1234567), shown(2.5e15), shown(2.34567), shown(None), shown("dense")
-    ('1,234,567', '2.5·10¹⁵', '2.346', '-', 'dense')
-    """
-    if value is None:
-        return "-"
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return str(value)
-    if isinstance(value, float) and not -1e300 < value < 1e300:  # infinite or not a number
-        return str(value)
-    if abs(value) >= 1e10:
-        return power_of_ten(value)
-    if isinstance(value, int) or abs(value) >= 1e4:
-        return f"{value:,.0f}"
-    return f"{value:.4g}"
-
-
 def html_figure(caption: str, figure: Figure) -> str:
     data = base64.b64encode(figure_bytes(figure, "svg")).decode()
     wide = round(figure.get_size_inches()[0] * PIXELS_AN_INCH)
@@ -199,9 +181,10 @@ def results(rows: Sequence[Mapping[str, Any]]) -> dict[str, object]:
         "training FLOPs": max((row["flops"] for row in (*training, *measured)), default=None),
         "training loss": training[-1]["loss"] if training else None,
         "validation loss": last.get("loss"),
+        "validation loss, top-k": last.get("topk_loss"),
         "perplexity": last.get("perplexity"),
         "bits per byte": last.get("bits_per_byte"),
-        "tokens/s": round(statistics.median(rates)) if rates else None,
+        "training tokens/s": round(statistics.median(rates)) if rates else None,
     }
 
 

@@ -20,7 +20,7 @@ import torch
 
 from modepth import checkpoint
 from modepth.agreement import check_same_run, check_same_start, setting
-from modepth.config import ModelConfig, TrainConfig, model_config_from_dict, model_config_to_dict
+from modepth.config import Mode, ModelConfig, TrainConfig, model_config_from_dict, model_config_to_dict
 from modepth.data import TokenFile, check_ids, global_batch_rows, open_tokens, rank_rows, read_windows
 from modepth.interruption import Interruption
 from modepth.model import Transformer
@@ -201,19 +201,24 @@ class Loop:
             )
 
     def measure(self, step: int) -> dict[str, Any]:
-        """Validation loss after `step` steps, as a row."""
-        result = evaluate(
+        """Validation loss after `step` steps, as a row; of a routed model also with top-k, which looks ahead."""
+        validation = self.evaluate("causal")
+        if self.model.config.routing is not None:
+            validation["topk_loss"] = self.evaluate("topk")["loss"]
+        row = {"step": step, "validation": validation, "flops": step * step_flops(self.config, self.model.config)}
+        self.add_row(row)
+        return row
+
+    def evaluate(self, mode: Mode) -> dict[str, float]:
+        return evaluate(
             self.model,
             self.data.validation,
             length=self.length,
             num_windows=self.config.eval_windows,
             batch_size=self.config.micro_batch or max(1, self.config.batch_size // self.world.size),
             world=self.world,
-            mode="topk",
+            mode=mode,
         )
-        row = {"step": step, "validation": result, "flops": step * step_flops(self.config, self.model.config)}
-        self.add_row(row)
-        return row
 
     def final_row(self) -> dict[str, Any]:
         """The measurement at the end, taken once however often a finished run is started."""

@@ -201,7 +201,7 @@ def test_the_reports_curves_are_those_of_the_logs(tmp_path, runs, monkeypatch):
 def test_a_run_that_still_trains_is_reported_as_far_as_it_is(tmp_path):
     (tmp_path / "log.jsonl").write_text(json.dumps({"step": 6, "loss": 2.5, "flops": 7e12}) + "\n")
     page = read(write_run_report(tmp_path / "report.html", {"begun": tmp_path}))
-    assert page.text("td") == ["7", "7·10¹²", "2.5", "-", "-", "-", "-"]
+    assert page.text("td") == ["7", "7·10¹²", "2.5", "-", "-", "-", "-", "-"]
     assert page.text("h2") == []
 
 

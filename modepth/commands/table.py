@@ -1,5 +1,9 @@
 """Tables for people."""
 
+from collections.abc import Mapping
+
+from modepth.formats import shown
+
 
 def print_table(rows: list[list[str]]) -> None:
     """The first column to the left, the others to the right."""
@@ -7,6 +11,12 @@ def print_table(rows: list[list[str]]) -> None:
     for first, *others in rows:
         cells = [first.ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
         print("  ".join(cells).rstrip())
+
+
+def print_columns(table: Mapping[str, Mapping[str, object]]) -> None:
+    """A line for each quantity, a column for each thing that has it."""
+    names = dict.fromkeys(name for column in table.values() for name in column)
+    print_table([["", *table]] + [[name, *(shown(column.get(name)) for column in table.values())] for name in names])
 
 
 def millions(number: int) -> str:

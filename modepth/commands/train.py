@@ -2,14 +2,11 @@
 
 import argparse
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
-from tqdm import tqdm
 
 from modepth.commands.table import print_table
 from modepth.config import RunConfig, build, read_plain
@@ -17,6 +14,7 @@ from modepth.data import open_tokens
 from modepth.flags import add_flags, flags_given, laid_over
 from modepth.flops import forward_flops, num_parameters
 from modepth.model import Transformer
+from modepth.progress import StepProgress
 from modepth.run import ALONE, load, open_data, train
 from modepth.schedule import num_steps
 from modepth.tokenizer import load_tokenizer, save_tokenizer
@@ -89,7 +87,7 @@ def train_in(world: World, config: RunConfig, options: argparse.Namespace) -> No
     model = Transformer(config.model)
     data = open_data(options.data, config.model)
     steps = num_steps(config.train, config.model)
-    with ShowRows(steps, quiet=not world.is_first) as show:
+    with StepProgress(steps, quiet=not world.is_first) as show:
         if world.is_first:
             show.say(
                 f"{num_parameters(config.model):,} parameters, {steps:,} steps of {config.train.batch_size} windows, "
@@ -114,40 +112,16 @@ def remember_data(run: Path, data: Path) -> None:
     (run / "data.txt").write_text(f"{data.resolve()}\n")
 
 
-class ShowRows:
-    """Rows as they come: a bar with the last loss on a terminal, plain lines elsewhere; always on stderr."""
-
-    def __init__(self, steps: int, *, quiet: bool) -> None:
-        self.bar: tqdm[Any] = tqdm(total=steps, unit="step", disable=quiet or not sys.stderr.isatty(), file=sys.stderr)
-        self.quiet = quiet
-
-    def __enter__(self) -> "ShowRows":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.close()
-
-    def say(self, text: str) -> None:
-        if not self.quiet:
-            tqdm.write(text, file=sys.stderr)
-
-    def __call__(self, row: dict[str, Any]) -> None:
-        if "validation" in row:
-            self.say(f"step {row['step']}: validation loss {row['validation']['loss']:.4f}")
-        elif "event" in row:
-            self.say(f"step {row['step']}: {row['event']}: {row['reason']}")
-        elif self.bar.disable:
-            self.say(f"step {row['step']}: loss {row['loss']:.4f}, {row['tokens_per_second']:,.0f} tokens/s")
-        else:
-            self.bar.set_postfix(loss=f"{row['loss']:.4f}", tokens_per_s=f"{row['tokens_per_second']:,.0f}")
-            self.bar.update(row["step"] + 1 - self.bar.n)
+def data_of(run: Path) -> Path:
+    """The prepared data that a run was trained on."""
+    if not (run / "data.txt").exists():
+        raise ValueError(f"{run}: does not say what it was trained on: give --data")
+    return Path((run / "data.txt").read_text().strip())
 
 
 def run_eval(options: argparse.Namespace) -> None:
     folder = Path(options.folder)
-    if options.data is None and not (folder / "data.txt").exists():
-        raise ValueError(f"{folder}: does not say what it was trained on: give --data")
-    data = Path(options.data or (folder / "data.txt").read_text().strip())
+    data = Path(options.data) if options.data is not None else data_of(folder)
     model = load(folder)
     tokens = open_tokens(data / f"{options.split}.tokens")
     result = evaluate(

@@ -10,6 +10,7 @@ from matplotlib.text import OffsetFrom
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 from numpy.typing import NDArray
 
+from modepth.formats import power_of_ten
 from modepth.plots.style import (
     COLUMN,
     INK,
@@ -18,7 +19,6 @@ from modepth.plots.style import (
     RUN_MARKERS,
     SMALL,
     in_style,
-    power_of_ten,
     printable,
     text_width,
 )

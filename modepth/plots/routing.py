@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 from numpy.typing import ArrayLike, NDArray
 
+from modepth.formats import percent, power_of_ten
 from modepth.plots.style import (
     COLUMN,
     DENSE,
@@ -25,8 +26,6 @@ from modepth.plots.style import (
     SMALL,
     add_key,
     in_style,
-    percent,
-    power_of_ten,
     printable,
 )
 

@@ -6,7 +6,6 @@ black-and-white printer. Fonts are the ones that come with matplotlib. No pyplot
 """
 
 import io
-import math
 import os
 from contextlib import AbstractContextManager, ContextDecorator
 from pathlib import Path
@@ -88,29 +87,6 @@ def printable(text: str, font: str = SANS) -> str:
     """The text with a box for what the font cannot show."""
     known = get_font(findfont(FontProperties(family=font))).get_charmap()
     return "".join(letter if ord(letter) in known else "□" for letter in text)
-
-
-def power_of_ten(value: float) -> str:
-    """A number as people write large ones.
-
-    >>> power_of_ten(2.5e12), power_of_ten(1e9), power_of_ten(0)
-    ('2.5·10¹²', '10⁹', '0')
-    """
-    if value <= 0:
-        return "0" if value == 0 else f"-{power_of_ten(-value)}"
-    exponent = math.floor(math.log10(value) + 1e-9)
-    raised = "10" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
-    factor = f"{value / 10.0**exponent:.3g}"
-    return raised if factor == "1" else f"{factor}·{raised}"
-
-
-def percent(share: float) -> str:
-    """A share for a label.
-
-    >>> percent(0.125), percent(0.5), percent(0.0004)
-    ('12.5 %', '50 %', '0.04 %')
-    """
-    return f"{100 * share:.2g} %" if share < 0.01 else f"{100 * share:.1f} %".replace(".0", "")
 
 
 def add_key(figure: Figure, colours: dict[str, str], *, left: float) -> None:

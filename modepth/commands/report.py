@@ -1,0 +1,53 @@
+"""`modepth report`: runs side by side, as a page and pictures."""
+
+import argparse
+import json
+from pathlib import Path
+
+from modepth.commands.table import print_columns
+from modepth.commands.train import data_of
+from modepth.data import open_tokens
+from modepth.run import load
+from modepth.tokenizer import load_tokenizer
+
+EXAMPLES = """\
+examples:
+  modepth report runs/tiny
+  modepth report runs/dense runs/half --out compared
+"""
+
+
+def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "report",
+        help="a page with pictures of one or more runs",
+        description="Compare runs: a table, loss against FLOPs, and where each router spent the compute, as one "
+        "self-contained page and as PNG and SVG. The last line is JSON.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="the folder of a run; its name is that of the folder")
+    parser.add_argument("--data", metavar="DIR", help="prepared data for the pictures (default: that of the first run)")
+    parser.add_argument("--out", metavar="DIR", default="report", help="where to write (default: %(default)s)")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    # Here, because the other commands need no matplotlib.
+    from modepth.comparison import Opened, compare  # noqa: PLC0415
+
+    folders = {Path(folder).resolve().name: Path(folder) for folder in options.runs}
+    if len(folders) < len(options.runs):
+        raise ValueError("two of the runs have folders of the same name, by which they would be called: rename one")
+    data = Path(options.data) if options.data is not None else data_of(Path(options.runs[0]))
+    table, written = compare(
+        {name: Opened(folder, load(folder)) for name, folder in folders.items()},
+        open_tokens(data / "validation.tokens"),
+        load_tokenizer(data),
+        Path(options.out),
+        title="Training runs",
+        intro="",
+    )
+    print_columns(table)
+    print("\nwritten:", *written, sep="\n  ")
+    print(json.dumps({"runs": table, "written": [str(path) for path in written]}))

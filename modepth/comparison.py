@@ -1,0 +1,112 @@
+"""Runs side by side: what each is and came to, where its routers spent the compute, as one page and pictures.
+
+    OUT/report.html            everything, in one file
+    OUT/loss_against_flops.*   PNG and SVG
+    OUT/token_map_NAME.*       a snippet of validation text, of each routed run
+    OUT/router_scores_NAME.*
+
+Needs the extra `plots`.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from modepth import flops
+from modepth.data import TokenFile, evaluation_windows, read_windows
+from modepth.formats import percent
+from modepth.model import Transformer
+from modepth.plots import Figure, loss_against_flops, save_figure, score_histograms, token_map
+from modepth.report import read_log, results, write_run_report
+from modepth.routing import Router
+from modepth.tokenizer import Tokenizer
+from modepth.trace import record
+
+SNIPPET = 96  # tokens of the map
+SCORED = 64  # windows whose scores are counted
+
+
+class Picture(NamedTuple):
+    name: str  # of its files
+    caption: str
+    figure: Figure
+
+
+class Opened(NamedTuple):
+    """A run that was loaded for a comparison."""
+
+    folder: Path
+    model: Transformer
+
+
+def compare(
+    runs: Mapping[str, Opened], validation: TokenFile, tokenizer: Tokenizer, out: Path, *, title: str, intro: str
+) -> tuple[dict[str, dict[str, Any]], list[Path]]:
+    """Write the page and the pictures; returns the table, a column a run, and the paths of what was written."""
+    facts = {name: model_facts(run.model) for name, run in runs.items()}
+    logs = {name: read_log(run.folder) for name, run in runs.items()}
+    pictures = [
+        picture
+        for name, run in runs.items()
+        if run.model.config.routing is not None
+        for picture in routing_pictures(name, run.model, validation, tokenizer)
+    ]
+    page = write_run_report(
+        out / "report.html",
+        {name: run.folder for name, run in runs.items()},
+        title=title,
+        intro=intro,
+        facts=facts,
+        figures=[(picture.caption, picture.figure) for picture in pictures],
+    )
+    curves = Picture("loss_against_flops", "", loss_against_flops(logs))
+    files = [save_figure(picture.figure, out / picture.name)[0] for picture in (curves, *pictures)]
+    return {name: facts[name] | results(logs[name]) for name in runs}, [page, *files]
+
+
+def model_facts(model: Transformer) -> dict[str, object]:
+    """What a model is and costs, counted at its own length and capacity."""
+    config, length = model.config, model.config.max_length
+    layers = f"{config.num_layers}"
+    if config.routing is not None:
+        layers += f", {len(config.routed_layers)} routed at {percent(config.routing.capacity)}"
+    return {
+        "layers": layers,
+        "parameters": flops.num_parameters(config),
+        "FLOPs a token": flops.forward_flops(config, length, half_causal=True) // length,
+        f"cache bytes of {length} tokens": flops.cache_bytes(config, length),
+    }
+
+
+def routing_pictures(name: str, model: Transformer, validation: TokenFile, tokenizer: Tokenizer) -> list[Picture]:
+    """A map of a snippet and the histograms of the scores, decided as generation decides: token by token."""
+    length = model.config.max_length
+    windows_BT = read_windows(validation, evaluation_windows(validation, length)[:SCORED], length)[:, :-1]
+    with torch.no_grad(), record(model) as trace:
+        model(windows_BT)
+    # The end of a window: its tokens have the most to look back on.
+    snippet = windows_BT[0, -SNIPPET:].tolist()
+    return [
+        Picture(
+            f"token_map_{name}",
+            f"Which layers of {name} compute each token of a validation snippet, decided token by token.",
+            token_map(
+                [tokenizer.decode([token]) for token in snippet], trace.chosen_map()[:, -SNIPPET:], trace.routed_layers
+            ),
+        ),
+        Picture(
+            f"router_scores_{name}",
+            f"Router scores of {windows_BT.numel():,} validation tokens in the routed layers of {name}.",
+            score_histograms(*trace.scores(), cutoffs=causal_cutoffs(model)),
+        ),
+    ]
+
+
+def causal_cutoffs(model: Transformer) -> dict[int, float] | None:
+    """The logit from which each layer routes in causal mode, if it goes by a cutoff."""
+    routing = model.config.routing
+    if routing is None or routing.selection not in ("topk", "soft") or routing.rule != "cutoff":
+        return None
+    return {router.layer: router.cutoff.item() for router in model.modules() if isinstance(router, Router)}
