@@ -1,12 +1,16 @@
+# make demo        a dense and a routed model at equal FLOPs, in a few minutes, with pictures
 # make test        what CI runs: lint, types, tests
 # make test-long   the tests that take minutes each
 # make mutants     break the core in named ways and see which law catches each
-# make bench       forward + backward time of routed models beside their FLOPs
+# make bench       training steps of routed models against dense ones, beside their FLOPs
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: test test-long lint mutants bench clean
+.PHONY: demo test test-long lint mutants bench clean
+
+demo: $(INSTALLED)
+	$(BIN)/modepth demo
 
 test: lint
 	$(BIN)/pytest -m "not long"
@@ -23,7 +27,7 @@ mutants: $(INSTALLED)
 	$(BIN)/python -m tests.mutants
 
 bench: $(INSTALLED)
-	$(BIN)/python benchmarks/forward_backward.py
+	$(BIN)/python benchmarks/train.py
 
 # torch first and alone: resolved together with others, it may come as a newer build.
 $(INSTALLED): pyproject.toml constraints.txt

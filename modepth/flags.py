@@ -32,12 +32,15 @@ def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
 def flags_given(options: argparse.Namespace) -> Tree:
     """The flags of the command line as a tree of values."""
     tree: Tree = {}
-    for name, text in vars(options).items():
+    for name, text in sorted(vars(options).items()):  # a whole before its parts
         if name.startswith("flag:"):
             *parents, leaf = name.removeprefix("flag:").split(".")
             branch = tree
             for parent in parents:
                 branch = branch.setdefault(parent, {})
+                if not isinstance(branch, dict):
+                    flag, whole = name.removeprefix("flag:"), ".".join(parents)
+                    raise ValueError(f"--{flag} and --{whole} contradict each other: drop one")
             branch[leaf] = yaml.load(text, Loader=StrictLoader)
     return tree
 
@@ -52,11 +55,11 @@ def laid_over(below: Tree, above: Tree) -> Tree:
 
 
 def leaves(kind: type, prefix: str = "") -> Iterator[tuple[str, type, "Field[Any]"]]:
-    """The fields that are not dataclasses themselves: dotted path, the dataclass it belongs to, the field."""
+    """Dotted path, owner and field of each field; of a nested dataclass its own fields, and itself where optional."""
     for each in fields(kind):
         if each.name in NESTED:
             yield from leaves(NESTED[each.name], f"{prefix}{each.name}.")
-        else:
+        if each.name not in NESTED or each.default is None:
             yield f"{prefix}{each.name}", kind, each
 
 

@@ -116,7 +116,7 @@ def test_there_is_a_flag_for_every_field_of_every_config(capsys):
         (LossWeights, "model.routing.losses."),
     ):
         for each in fields(kind):
-            if each.name not in ("routing", "losses"):
+            if each.name != "losses":
                 assert f"--{prefix}{each.name} " in text
 
 
@@ -129,6 +129,15 @@ def test_flags_lie_over_the_file():
     assert laid_over({"model": {"routing": None}}, {"model": {"routing": {"every": 3}}}) == {
         "model": {"routing": {"every": 3}}
     }
+
+
+def test_null_leaves_an_optional_part_out(command, capsys):
+    assert main([*command, "--print_config", "--model.routing", "null"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["model"]["routing"] is None
+    assert main([*command, "--model.routing", "null", "--model.routing.every", "3"]) == 2
+    assert capsys.readouterr().err == (
+        "modepth train: --model.routing.every and --model.routing contradict each other: drop one\n"
+    )
 
 
 def test_recipes_are_configs(capsys):
