@@ -6,7 +6,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from modepth.commands import data, demo, flops, report, train
+from modepth.commands import data, demo, flops, generate, report, train
 from modepth.run import DivergedError, Stopped
 
 
@@ -31,6 +31,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="modepth", description="Mixture-of-Depths for PyTorch.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (demo, flops, data, train, report):
+    for command in (demo, flops, data, train, generate, report):
         command.add(commands)
     return parser

@@ -24,6 +24,7 @@ from modepth.validation import (
     check_instance,
     check_layers,
     check_number,
+    check_thresholds,
 )
 
 FORMAT = 1  # of a saved config; a file with a higher number is refused, not half understood
@@ -73,6 +74,7 @@ class RoutingConfig:
     predictor   hidden width of the predictor of routing, None for no predictor
     rule        how a single token is decided in causal mode, where top-k and soft cannot look ahead
     cutoff      the score that threshold selection and the rule "cutoff" start from
+    thresholds  pairs (layer, score): from which score the rule routes, if not from its own; `calibrate` finds them
     seed        of random selection
     losses      weights of the router losses
 
@@ -91,6 +93,7 @@ class RoutingConfig:
     predictor: int | None = None
     rule: Rule = "cutoff"
     cutoff: float = 0.0
+    thresholds: tuple[tuple[int, float], ...] | None = None
     seed: int = 0
     losses: LossWeights = field(default_factory=LossWeights)
 
@@ -108,6 +111,8 @@ class RoutingConfig:
             check_count("predictor", self.predictor, low=1)
         check_choice("rule", self.rule, Rule)
         check_number("cutoff", self.cutoff)
+        if self.thresholds is not None:
+            check_thresholds(self.thresholds)
         check_count("seed", self.seed, low=0)
         check_instance("losses", self.losses, LossWeights)
         if self.rule == "predictor" and self.predictor is None:
@@ -350,6 +355,11 @@ NESTED: dict[str, type] = {
 }
 
 
+def as_tuples(value: object) -> object:
+    """Lists, as YAML and JSON have them, as the tuples of a config."""
+    return tuple(as_tuples(each) for each in value) if isinstance(value, list) else value
+
+
 def build(kind: type, data: object, where: str) -> Any:
     """An instance of dataclass `kind` from a mapping, nested ones included; `where` prefixes field names."""
     if not isinstance(data, Mapping):
@@ -368,9 +378,7 @@ def build(kind: type, data: object, where: str) -> Any:
     values = {
         name: build(NESTED[name], value, f"{where}{name}.")
         if name in NESTED and value is not None
-        else tuple(value)
-        if isinstance(value, list)
-        else value
+        else as_tuples(value)
         for name, value in data.items()
     }
     try:

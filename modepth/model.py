@@ -9,7 +9,7 @@ Shapes: B batch, T tokens, K slots of the routed tokens, D width, H heads, E wid
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from modepth.cache import Cache, NewTokens
 from modepth.config import Mode, ModelConfig, RoutingConfig
 from modepth.losses import router_losses, weighted_sum
 from modepth.routing import Router, Routing, apply_routed, real_tokens
@@ -98,7 +99,7 @@ class Transformer(nn.Module):
         rope_BTE = rotary(position_1T, self.config).to(x_BTD.dtype).expand(B, -1, -1).contiguous()
         routings = []
         for layer in self.layers:
-            x_BTD, decision = self.run_layer(layer, x_BTD, rope_BTE, real_BT, mode, routing)
+            x_BTD, decision = self.run_layer(layer, x_BTD, Context(rope_BTE), real_BT, mode, routing)
             if decision is not None:
                 routings.append(decision)
         logits_BTV = self.lm_head(self.norm(x_BTD))
@@ -108,6 +109,63 @@ class Transformer(nn.Module):
             losses = router_losses(routings, routing)
             router_loss = weighted_sum(losses, routing.losses).to(logits_BTV.device)
         return Output(logits_BTV, loss, losses, router_loss, tuple(routings))
+
+    def extend(
+        self,
+        tokens: Sequence[Sequence[int]],
+        caches: Sequence[Cache],
+        *,
+        mode: Mode = "causal",
+        routing: RoutingConfig | None = None,
+    ) -> tuple[Tensor, tuple[Routing, ...]]:
+        """Read the next tokens of some rows, each into its own cache.
+
+        Returns the states that `lm_head` makes logits of, (N, D), for all tokens, row after row; and the routings,
+        each of one row that holds all N. A row may have any number of new tokens: a prompt, a piece of one, one, none.
+
+        >>> from modepth import ModelConfig, Transformer
+        >>> from modepth.cache import Cache
+        >>> model = Transformer(ModelConfig(vocab_size=101, num_layers=2, dim=32, num_heads=2)).eval()
+        >>> caches = [Cache(model.config), Cache(model.config)]
+        >>> with torch.no_grad():
+        ...     states_ND, _ = model.extend([[5, 6, 7], [8]], caches)
+        >>> states_ND.shape, [cache.length for cache in caches]
+        (torch.Size([4, 32]), [3, 1])
+        """
+        if mode != "causal":
+            raise ValueError(f"with a cache the mode must be 'causal', got {mode!r}: top-k looks at tokens yet to come")
+        routing = self.own_or(routing)
+        self.check_room(tokens, caches)
+        device = self.embed_tokens.weight.device
+        counts, starts = [len(row) for row in tokens], [cache.length for cache in caches]
+        row_1N = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).unsqueeze(0)
+        places = [start + offset for start, count in zip(starts, counts, strict=True) for offset in range(count)]
+        position_1N = torch.tensor([places], device=device)
+        new = NewTokens(row_1N.to(device), position_1N, tuple(caches))
+        x_1ND = self.embed_tokens(torch.tensor([[token for row in tokens for token in row]], device=device))
+        context = Context(rotary(position_1N, self.config).to(x_1ND.dtype), new)
+        real_1N = torch.ones_like(position_1N, dtype=torch.bool)
+        routings = []
+        for layer in self.layers:
+            x_1ND, decision = layer(x_1ND, context, real_1N, mode, routing)
+            if decision is not None:
+                routings.append(decision)
+        for cache, count in zip(caches, counts, strict=True):
+            cache.length += count
+        return self.norm(x_1ND).squeeze(0), tuple(routings)
+
+    def check_room(self, tokens: Sequence[Sequence[int]], caches: Sequence[Cache]) -> None:
+        if len(tokens) != len(caches) or not any(len(row) for row in tokens):
+            raise ValueError(
+                f"extend needs a cache for each row and at least one new token, got {len(tokens)} rows with "
+                f"{sum(map(len, tokens))} tokens and {len(caches)} caches"
+            )
+        for row, cache in zip(tokens, caches, strict=True):
+            if cache.length + len(row) > self.config.max_length:
+                raise ValueError(
+                    f"{cache.length} tokens in the cache and {len(row)} more are more than the model's max_length "
+                    f"{self.config.max_length}"
+                )
 
     def own_or(self, routing: RoutingConfig | None) -> RoutingConfig | None:
         """The routing of a forward, which may not ask for parts that the model does not have."""
@@ -132,7 +190,7 @@ class Transformer(nn.Module):
         self,
         layer: nn.Module,
         x_BTD: Tensor,
-        rope_BTE: Tensor,
+        context: "Context",
         real_BT: Tensor,
         mode: Mode,
         routing: RoutingConfig | None,
@@ -140,8 +198,18 @@ class Transformer(nn.Module):
         """One layer, its activations kept or made again in the backward."""
         if self.checkpoint_activations and torch.is_grad_enabled():
             # Not the reentrant kind: that one drops the gradient of the router losses.
-            return checkpoint(layer, x_BTD, rope_BTE, real_BT, mode, routing, use_reentrant=False)
-        return layer(x_BTD, rope_BTE, real_BT, mode, routing)
+            return checkpoint(layer, x_BTD, context, real_BT, mode, routing, use_reentrant=False)
+        return layer(x_BTD, context, real_BT, mode, routing)
+
+
+class Context(NamedTuple):
+    """What attention knows of the tokens besides their states: it travels with them when some are left out."""
+
+    rope_BTE: Tensor
+    new: NewTokens | None = None  # the rows and caches of `extend`
+
+    def gather(self, routing: Routing) -> "Context":
+        return Context(routing.gather(self.rope_BTE), None if self.new is None else self.new.gather(routing))
 
 
 class Layer(nn.Module):
@@ -150,7 +218,7 @@ class Layer(nn.Module):
     def __init__(self, config: ModelConfig, number: int) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.self_attn = Attention(config)
+        self.self_attn = Attention(config, number)
         self.post_attention_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.mlp = FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
@@ -158,37 +226,40 @@ class Layer(nn.Module):
         if config.routing is not None and number in config.routed_layers:
             self.router = Router(config.dim, config.routing, number)
 
-    def attend(self, x_BTD: Tensor, rope_BTE: Tensor) -> Tensor:
-        return x_BTD + self.dropout(self.self_attn(self.input_layernorm(x_BTD), rope_BTE))
+    def attend(self, x_BTD: Tensor, context: Context) -> Tensor:
+        return x_BTD + self.dropout(self.self_attn(self.input_layernorm(x_BTD), context))
 
     def feed(self, x_BTD: Tensor) -> Tensor:
         return x_BTD + self.dropout(self.mlp(self.post_attention_layernorm(x_BTD)))
 
     def forward(
-        self, x_BTD: Tensor, rope_BTE: Tensor, real_BT: Tensor, mode: Mode, routing: RoutingConfig | None = None
+        self, x_BTD: Tensor, context: Context, real_BT: Tensor, mode: Mode, routing: RoutingConfig | None = None
     ) -> tuple[Tensor, Routing | None]:
         router = self.router
         if router is None:
-            return self.feed(self.attend(x_BTD, rope_BTE)), None
-        return ROUTED_PARTS[router.config.part](self, x_BTD, rope_BTE, lambda x: router(x, real_BT, mode, routing))
+            return self.feed(self.attend(x_BTD, context)), None
+        position_BT = None if context.new is None else context.new.position_1N
+        return ROUTED_PARTS[router.config.part](
+            self, x_BTD, context, lambda x: router(x, real_BT, mode, routing, position_BT)
+        )
 
 
-# The router reads the stream where the routed part does. Positions travel with their tokens.
+# The router reads the stream where the routed part does.
 Decide = Callable[[Tensor], Routing]
 
 
-def route_block(layer: Layer, x_BTD: Tensor, rope_BTE: Tensor, decide: Decide) -> tuple[Tensor, Routing]:
+def route_block(layer: Layer, x_BTD: Tensor, context: Context, decide: Decide) -> tuple[Tensor, Routing]:
     routing = decide(x_BTD)
-    return apply_routed(x_BTD, routing, lambda x: layer.feed(layer.attend(x, routing.gather(rope_BTE)))), routing
+    return apply_routed(x_BTD, routing, lambda x: layer.feed(layer.attend(x, context.gather(routing)))), routing
 
 
-def route_attention(layer: Layer, x_BTD: Tensor, rope_BTE: Tensor, decide: Decide) -> tuple[Tensor, Routing]:
+def route_attention(layer: Layer, x_BTD: Tensor, context: Context, decide: Decide) -> tuple[Tensor, Routing]:
     routing = decide(x_BTD)
-    return layer.feed(apply_routed(x_BTD, routing, lambda x: layer.attend(x, routing.gather(rope_BTE)))), routing
+    return layer.feed(apply_routed(x_BTD, routing, lambda x: layer.attend(x, context.gather(routing)))), routing
 
 
-def route_mlp(layer: Layer, x_BTD: Tensor, rope_BTE: Tensor, decide: Decide) -> tuple[Tensor, Routing]:
-    x_BTD = layer.attend(x_BTD, rope_BTE)
+def route_mlp(layer: Layer, x_BTD: Tensor, context: Context, decide: Decide) -> tuple[Tensor, Routing]:
+    x_BTD = layer.attend(x_BTD, context)
     routing = decide(x_BTD)
     return apply_routed(x_BTD, routing, layer.feed), routing
 
@@ -199,8 +270,9 @@ ROUTED_PARTS = {"block": route_block, "attention": route_attention, "mlp": route
 class Attention(nn.Module):
     """Causal self-attention with rotary positions and grouped keys and values."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, number: int) -> None:
         super().__init__()
+        self.number = number  # of the layer
         self.head_dim = config.head_dim
         self.dropout = config.dropout
         self.grouped = config.kv_heads < config.num_heads
@@ -210,11 +282,13 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)
         self.o_proj = nn.Linear(config.dim, config.dim, bias=False)
 
-    def forward(self, x_BTD: Tensor, rope_BTE: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
         heads = (-1, self.head_dim)
-        q_BTHE = rotate(self.q_proj(x_BTD).unflatten(-1, heads), rope_BTE)
-        k_BTHE = rotate(self.k_proj(x_BTD).unflatten(-1, heads), rope_BTE)
+        q_BTHE = rotate(self.q_proj(x_BTD).unflatten(-1, heads), context.rope_BTE)
+        k_BTHE = rotate(self.k_proj(x_BTD).unflatten(-1, heads), context.rope_BTE)
         v_BTHE = self.v_proj(x_BTD).unflatten(-1, heads)
+        if context.new is not None:
+            return self.o_proj(context.new.attend(self.number, q_BTHE, k_BTHE, v_BTHE).flatten(2))
         # Routed tokens are sorted by position and padding comes last, so lower triangular is right for all.
         out_BHTE = F.scaled_dot_product_attention(
             q_BTHE.transpose(1, 2),

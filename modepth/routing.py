@@ -26,7 +26,7 @@ from typing import NamedTuple, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from modepth.config import Mode, RoutingConfig
+from modepth.config import Mode, RoutingConfig, Rule
 from modepth.validation import check_choice, check_count, check_instance, check_tensor
 
 Count = TypeVar("Count", int, Tensor)
@@ -152,7 +152,7 @@ class Candidates(NamedTuple):
     logit_BT: Tensor
     predicted_BT: Tensor | None
     real_BT: Tensor
-    position_BT: Tensor  # place among the row's real tokens
+    position_BT: Tensor  # place in the sequence, padding not counted
     cutoff: Tensor  # the layer's score threshold
     layer: int
 
@@ -206,18 +206,22 @@ def by_cutoff(tokens: Candidates, config: RoutingConfig) -> tuple[Tensor, Tensor
     return tokens.logit_BT, tokens.real_BT & (tokens.logit_BT >= tokens.cutoff)
 
 
-def by_predictor(tokens: Candidates, config: RoutingConfig) -> tuple[Tensor, Tensor]:
-    """A token is willing when the predictor says that top-k would choose it."""
-    assert tokens.predicted_BT is not None  # the config demands a predictor for this rule
-    return tokens.predicted_BT, tokens.real_BT & (tokens.predicted_BT >= 0)
-
-
 def by_rule(tokens: Candidates, config: RoutingConfig) -> tuple[Tensor, Tensor]:
-    """What stands in for top-k where the future is unknown. At capacity 1 top-k takes all, and so does this."""
-    return (by_score if config.capacity == 1 else RULES[config.rule])(tokens, config)
+    """What stands in for top-k where the future is unknown: a token's own score against a threshold."""
+    if config.capacity == 1:
+        return by_score(tokens, config)  # top-k takes all, and so does this
+    score_BT = rule_score(tokens, config.rule)
+    own = tokens.cutoff if config.rule == "cutoff" else 0.0
+    return score_BT, tokens.real_BT & (score_BT >= dict(config.thresholds or ()).get(tokens.layer, own))
 
 
-RULES: dict[str, Choice] = {"predictor": by_predictor, "router": by_own_score, "cutoff": by_cutoff}
+def rule_score(tokens: "Candidates | Routing", rule: Rule) -> Tensor:
+    """What a causal rule looks at: the predictor's guess that top-k would choose the token, or the router's logit."""
+    if rule != "predictor":
+        return tokens.logit_BT
+    assert tokens.predicted_BT is not None  # the config demands a predictor for this rule
+    return tokens.predicted_BT
+
 
 # Each selection in training, where the best k of the willing are taken, and in causal mode, where
 # all the willing are: those functions look at one token only.
@@ -312,15 +316,22 @@ class Router(nn.Module):
         real_BT: Tensor | None = None,
         mode: Mode = "topk",
         config: RoutingConfig | None = None,
+        position_BT: Tensor | None = None,
     ) -> Routing:
-        """Decide for every token of (B, T, D); `real_BT` is False at padding; `config` replaces the router's own."""
+        """Decide for every token of (B, T, D).
+
+        real_BT       False at padding; None: there is none
+        config        how to decide, if not as the router's own says
+        position_BT   place in the sequence; None: counted from the row's first real token
+        """
         check_choice("mode", mode, Mode)
         check_tensor("x", x_BTD, (None, None, self.score.in_features))
         if real_BT is None:
             real_BT = torch.ones(x_BTD.shape[:2], dtype=torch.bool, device=x_BTD.device)
         check_tensor("the mask of real tokens", real_BT, tuple(x_BTD.shape[:2]), kind="bool")
         logit_BT, predicted_BT = self.scores(x_BTD)
-        position_BT = real_BT.cumsum(1) - 1
+        if position_BT is None:
+            position_BT = real_BT.cumsum(1) - 1
         tokens = Candidates(logit_BT, predicted_BT, real_BT, position_BT, self.cutoff, self.layer)
         return decide(tokens, self.config if config is None else config, mode)
 

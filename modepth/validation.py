@@ -40,6 +40,17 @@ def check_layers(layers: object) -> None:
         raise ValueError(f"layers must name each layer once, got {layers!r}")
 
 
+def check_thresholds(thresholds: object) -> None:
+    pairs = thresholds if isinstance(thresholds, tuple) else (None,)
+    for pair in pairs:
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise ValueError(f"thresholds must be a tuple of pairs (layer, score), got {shown(thresholds)}")
+        check_count("a layer of thresholds", pair[0], low=0)
+        check_number(f"the threshold of layer {pair[0]}", pair[1])
+    if len({layer for layer, _ in pairs}) < len(pairs):
+        raise ValueError(f"thresholds must name each layer once, got {shown(thresholds)}")
+
+
 def check_choice(name: str, value: object, literal: Any) -> None:
     """One of the strings of a Literal type."""
     choices = get_args(literal)

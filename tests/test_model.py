@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from modepth import ModelConfig, RoutingConfig, Transformer, check_tokens
 from modepth.losses import predictor_loss
+from modepth.model import Context
 from tests.oracles import (
     GATES,
     PARTS,
@@ -97,7 +98,7 @@ def test_an_all_padding_row_is_untouched_and_its_loss_is_zero():
     model, tokens = tiny_model(predictor=5), tiny_tokens(B=2)
     x_BTD = torch.randn(2, 23, 60)
     real_BT = torch.zeros(2, 23, dtype=torch.bool)
-    out_BTD, routing = model.layers[1](x_BTD, torch.ones(2, 23, 10), real_BT, "topk")
+    out_BTD, routing = model.layers[1](x_BTD, Context(torch.ones(2, 23, 10)), real_BT, "topk")
     assert torch.equal(out_BTD, x_BTD)
     assert not routing.valid_BK.any()
     out = model(tokens, targets=tokens, lengths=torch.tensor([0, 0]), mode="topk")
@@ -141,8 +142,8 @@ def test_a_routed_layer_equals_the_block_on_each_row_alone_at_the_tokens_own_pos
         x_BTD = model.embed_tokens(tokens)
         rope_TE = torch.randn(23, 10)
         real_BT = torch.ones(3, 23, dtype=torch.bool)
-        out_BTD, routing = layer(x_BTD, rope_TE.expand(3, 23, 10), real_BT, "topk")
-        members = iter(rope_TE[chosen].unsqueeze(0) for chosen in routing.chosen_BT if chosen.any())
+        out_BTD, routing = layer(x_BTD, Context(rope_TE.expand(3, 23, 10)), real_BT, "topk")
+        members = iter(Context(rope_TE[chosen].unsqueeze(0)) for chosen in routing.chosen_BT if chosen.any())
         slow_BTD = apply_slowly(x_BTD, routing, lambda x: layer.feed(layer.attend(x, next(members))), GATES["sigmoid"])
     torch.testing.assert_close(out_BTD, slow_BTD, rtol=0, atol=1e-12)
 
@@ -166,7 +167,7 @@ def test_gradients_reach_router_block_and_input_and_are_right(selection, part):
 
     def run(x, *values):
         replaced = dict(zip(names, values, strict=True))
-        return torch.func.functional_call(layer, replaced, (x, rope_BTE, real_BT, "topk"))[0]
+        return torch.func.functional_call(layer, replaced, (x, Context(rope_BTE), real_BT, "topk"))[0]
 
     assert torch.autograd.gradcheck(run, (x_BTD, *weights))
     for gradient in torch.autograd.grad(run(x_BTD, *weights).square().sum(), (x_BTD, *weights)):

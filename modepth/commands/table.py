@@ -1,5 +1,6 @@
-"""Tables for people."""
+"""Tables and text for people."""
 
+import sys
 from collections.abc import Mapping
 
 from modepth.formats import shown
@@ -25,3 +26,10 @@ def millions(number: int) -> str:
 
 def ratio(number: int, base: int) -> str:
     return f"{number / base:.3f}"
+
+
+def printable(text: str) -> str:
+    """Text without what could steer a terminal, or what stdout cannot encode."""
+    text = "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+    encoding = sys.stdout.encoding or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)

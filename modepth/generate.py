@@ -1,0 +1,231 @@
+"""Generation: prefill, then one token at a time, for any number of rows of any length.
+
+    stream(model, prompts)     tokens as they come
+    generate(model, prompts)   all of them
+
+A `Row` is one request: its tokens, its cache, how it is sampled. `advance` feeds every row what it has not yet
+read, a prompt, a piece of one or its last token, in one pass over the layers, of which each computes only the
+tokens that it routes. What a row says does not depend on its neighbours, so rows may join and leave between steps.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from modepth.cache import Cache
+from modepth.config import RoutingConfig
+from modepth.model import Transformer, check_tokens
+from modepth.routing import Routing
+from modepth.sampling import Sampling, draw, new_generator
+from modepth.text_stream import TextStream
+from modepth.tokenizer import Tokenizer
+from modepth.validation import check_count
+
+Reason = Literal["stop", "length", "context"]  # a stop token or text; max_tokens; the model's max_length
+Prompt = str | Sequence[int]
+GREEDY = Sampling()
+
+
+class Emitted(NamedTuple):
+    """One new token of a row."""
+
+    row: int
+    token: int
+    text: str  # what can be shown by now; "" without a tokenizer
+    reason: Reason | None  # why it is the last one, None if it is not
+
+
+class Generated(NamedTuple):
+    """The continuation of one prompt."""
+
+    tokens: list[int]
+    text: str  # "" without a tokenizer
+    reason: Reason
+    layers: list[tuple[int, ...]] | None  # on request: those that computed each token that was read, the prompt's too
+
+
+class Row:
+    """A request on its way."""
+
+    def __init__(self, model: Transformer, prompt: Sequence[int], sampling: Sampling, text: TextStream | None) -> None:
+        config = model.config
+        if not prompt:
+            raise ValueError("a prompt is empty: give at least one token, for instance the end of text")
+        if len(prompt) > config.max_length:
+            raise ValueError(
+                f"a prompt of {len(prompt)} tokens is more than the model's max_length {config.max_length}"
+            )
+        check_tokens(torch.tensor([list(prompt)]), config.vocab_size)
+        if sampling.stop_strings and text is None:
+            raise ValueError("stop_strings need a tokenizer: generate(..., tokenizer=...)")
+        self.tokens = list(prompt)  # read and to be read
+        self.num_prompt = len(prompt)
+        self.sampling, self.text = sampling, text
+        self.cache = Cache(config, expected=len(prompt) + sampling.max_tokens)
+        self.generator = new_generator(sampling)
+        self.reason: Reason | None = None
+        self.layers: list[tuple[int, ...]] = []
+
+    def unread(self, chunk: int | None) -> list[int]:
+        """What to read next: at most `chunk` tokens."""
+        start = self.cache.length
+        return self.tokens[start:] if chunk is None else self.tokens[start : start + chunk]
+
+    def accept(self, logits_V: Tensor) -> tuple[int, str]:
+        """Draw the next token; the token and what can be shown by now."""
+        token = draw(logits_V, self.sampling, self.tokens, self.generator)
+        self.tokens.append(token)
+        shown = ""
+        if self.text is not None:
+            shown = self.text.add(token)
+        if token in self.sampling.stop_ids or (self.text is not None and self.text.stopped):
+            self.reason = "stop"
+        elif len(self.tokens) - self.num_prompt == self.sampling.max_tokens:
+            self.reason = "length"
+        elif self.cache.length == self.cache.config.max_length:
+            self.reason = "context"
+        if self.reason is not None and self.text is not None:
+            shown += self.text.finish()
+        return token, shown
+
+
+def advance(
+    model: Transformer,
+    rows: Sequence[Row],
+    *,
+    routing: RoutingConfig | None = None,
+    chunk: int | None = None,
+    keep_layers: bool = False,
+) -> list[Emitted]:
+    """Read the next tokens of all rows together; those that have read all of theirs get a new one."""
+    unread = [row.unread(chunk) for row in rows]
+    states_ND, routings = model.extend(unread, [row.cache for row in rows], routing=routing)
+    for each in routings:
+        each.check()
+    if keep_layers:
+        note_layers(model, rows, unread, routings)
+    ends = torch.tensor([len(tokens) for tokens in unread]).cumsum(0) - 1
+    ready = [number for number, row in enumerate(rows) if row.cache.length == len(row.tokens)]
+    if not ready:
+        return []
+    logits_RV = model.lm_head(states_ND[ends[ready].to(states_ND.device)])
+    emitted = []
+    for number, logits_V in zip(ready, logits_RV, strict=True):
+        token, shown = rows[number].accept(logits_V)
+        emitted.append(Emitted(number, token, shown, rows[number].reason))
+    return emitted
+
+
+def note_layers(
+    model: Transformer, rows: Sequence[Row], unread: Sequence[Sequence[int]], routings: Sequence[Routing]
+) -> None:
+    """Remember which layers computed each token that was just read."""
+    skipped = {routing.layer: (~routing.chosen_BT[0]).tolist() for routing in routings}
+    place = 0
+    for row, tokens in zip(rows, unread, strict=True):
+        for _ in tokens:
+            used = (
+                layer for layer in range(model.config.num_layers) if not (layer in skipped and skipped[layer][place])
+            )
+            row.layers.append(tuple(used))
+            place += 1
+
+
+@contextmanager
+def inference(model: Transformer) -> Iterator[None]:
+    """No gradients, no dropout; the model is left as it was."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        model.train(training)
+
+
+def start_rows(
+    model: Transformer,
+    prompts: Sequence[Prompt],
+    sampling: Sampling | Sequence[Sampling],
+    tokenizer: Tokenizer | None,
+) -> list[Row]:
+    if isinstance(prompts, str) or not prompts:
+        raise ValueError(f"prompts must be a list of one or more texts or token lists, got {prompts!r}")
+    each = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
+    if len(each) != len(prompts):
+        raise ValueError(f"give one Sampling, or one for each of the {len(prompts)} prompts, got {len(each)}")
+    rows = []
+    for prompt, how in zip(prompts, each, strict=True):
+        text = None if tokenizer is None else TextStream(tokenizer, how.stop_strings)
+        rows.append(Row(model, prompt_tokens(prompt, tokenizer), how, text))
+    return rows
+
+
+def prompt_tokens(prompt: Prompt, tokenizer: Tokenizer | None) -> Sequence[int]:
+    if not isinstance(prompt, str):
+        return prompt
+    if tokenizer is None:
+        raise ValueError("a prompt that is text needs a tokenizer: generate(..., tokenizer=load_tokenizer(RUN))")
+    return tokenizer.encode(prompt)
+
+
+def stream(
+    model: Transformer,
+    prompts: Sequence[Prompt],
+    sampling: Sampling | Sequence[Sampling] = GREEDY,
+    *,
+    tokenizer: Tokenizer | None = None,
+    routing: RoutingConfig | None = None,
+    chunk: int | None = None,
+) -> Iterator[Emitted]:
+    """The new tokens of all prompts as they come; `row` is the number of the prompt."""
+    yield from run_rows(model, start_rows(model, prompts, sampling, tokenizer), routing, chunk, keep_layers=False)
+
+
+def run_rows(
+    model: Transformer, rows: Sequence[Row], routing: RoutingConfig | None, chunk: int | None, *, keep_layers: bool
+) -> Iterator[Emitted]:
+    """Advance the rows until each has its reason to end."""
+    if chunk is not None:
+        check_count("chunk", chunk, low=1)
+    number = {id(row): index for index, row in enumerate(rows)}
+    going = list(rows)
+    while going:
+        with inference(model):
+            emitted = advance(model, going, routing=routing, chunk=chunk, keep_layers=keep_layers)
+        yield from (each._replace(row=number[id(going[each.row])]) for each in emitted)
+        going = [row for row in going if row.reason is None]
+
+
+def generate(
+    model: Transformer,
+    prompts: Sequence[Prompt],
+    sampling: Sampling | Sequence[Sampling] = GREEDY,
+    *,
+    tokenizer: Tokenizer | None = None,
+    routing: RoutingConfig | None = None,
+    chunk: int | None = None,
+    layers: bool = False,
+) -> list[Generated]:
+    """Continue every prompt, texts or lists of tokens, each as its own `sampling` says.
+
+    routing   how to route, if not as the model's config says: another rule, or what `calibrate` returns
+    chunk     read prompts in pieces of so many tokens; None: at once
+    layers    also return which layers computed each token
+
+    >>> from modepth import ModelConfig, Transformer
+    >>> model = Transformer(ModelConfig(vocab_size=101, num_layers=2, dim=32, num_heads=2))
+    >>> [len(each.tokens) for each in generate(model, [[1, 2, 3], [4]], Sampling(max_tokens=5))]
+    [5, 5]
+    """
+    rows = start_rows(model, prompts, sampling, tokenizer)
+    texts = [""] * len(rows)
+    for each in run_rows(model, rows, routing, chunk, keep_layers=layers):
+        texts[each.row] += each.text
+    return [
+        Generated(row.tokens[row.num_prompt :], text, row.reason or "length", row.layers if layers else None)
+        for row, text in zip(rows, texts, strict=True)
+    ]

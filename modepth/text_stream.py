@@ -1,0 +1,63 @@
+"""Text that can be shown while its tokens still come: no half characters, nothing of a stop text."""
+
+from collections.abc import Sequence
+
+from modepth.tokenizer import Tokenizer
+
+UNKNOWN = "\ufffd"  # what the bytes of a character decode to while some are missing
+LONGEST_CHARACTER = 4  # bytes, each of which may be a token
+
+
+class TextStream:
+    """Hands out the text of growing tokens; `stopped` once a stop text has come up.
+
+    >>> from modepth.tokenizer import ByteTokenizer
+    >>> stream = TextStream(ByteTokenizer(), stops=["END"])
+    >>> [stream.add(byte) for byte in "aé ENDE".encode()]
+    ['a', '', 'é', ' ', '', '', '', '']
+    >>> stream.stopped
+    True
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
+        self.tokenizer, self.stops = tokenizer, tuple(stops)
+        self.tokens: list[int] = []
+        self.shown = 0  # characters handed out
+        self.end: int | None = None  # where a stop text begins
+
+    @property
+    def stopped(self) -> bool:
+        return self.end is not None
+
+    def add(self, token: int) -> str:
+        """The text that this token makes certain."""
+        if self.stopped:
+            return ""
+        self.tokens.append(token)
+        text = self.tokenizer.decode(self.tokens)
+        found = [place for place in (text.find(stop) for stop in self.stops) if place >= 0]
+        if found:
+            self.end = min(found)
+            return self.hand_out(text[: self.end])
+        return self.hand_out(text[: self.certain(text)])
+
+    def finish(self) -> str:
+        """What was held back, when no more tokens come."""
+        return "" if self.stopped else self.hand_out(self.tokenizer.decode(self.tokens))
+
+    def hand_out(self, text: str) -> str:
+        new = text[self.shown :]
+        self.shown = max(self.shown, len(text))
+        return new
+
+    def certain(self, text: str) -> int:
+        """How much of the text no later token changes: not a broken character, not the start of a stop text."""
+        sure = len(text)
+        while sure > max(0, len(text) - LONGEST_CHARACTER) and text[sure - 1] == UNKNOWN:
+            sure -= 1
+        for stop in self.stops:
+            for length in range(len(stop) - 1, 0, -1):
+                if text[:sure].endswith(stop[:length]):
+                    sure = min(sure, len(text[:sure]) - length)
+                    break
+        return sure
