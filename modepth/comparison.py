@@ -8,6 +8,7 @@
 Needs the extra `plots`.
 """
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,14 +18,17 @@ import torch
 from modepth import flops
 from modepth.data import TokenFile, evaluation_windows, read_windows
 from modepth.formats import percent
+from modepth.generate import generate, run_rows, start_rows
 from modepth.model import Transformer
 from modepth.plots import Figure, loss_against_flops, save_figure, score_histograms, token_map
 from modepth.report import read_log, results, write_run_report
 from modepth.routing import Router
+from modepth.sampling import Sampling
 from modepth.tokenizer import Tokenizer
 from modepth.trace import record
 
 SNIPPET = 96  # tokens of the map
+PROMPT, SAMPLE = 32, 96  # tokens of the sample of text
 SCORED = 64  # windows whose scores are counted
 
 
@@ -45,7 +49,8 @@ def compare(
     runs: Mapping[str, Opened], validation: TokenFile, tokenizer: Tokenizer, out: Path, *, title: str, intro: str
 ) -> tuple[dict[str, dict[str, Any]], list[Path]]:
     """Write the page and the pictures; returns the table, a column a run, and the paths of what was written."""
-    facts = {name: model_facts(run.model) for name, run in runs.items()}
+    said = {name: speak(run.model, validation, tokenizer) for name, run in runs.items()}
+    facts = {name: model_facts(run.model) | said[name].facts for name, run in runs.items()}
     logs = {name: read_log(run.folder) for name, run in runs.items()}
     pictures = [
         picture
@@ -60,10 +65,37 @@ def compare(
         intro=intro,
         facts=facts,
         figures=[(picture.caption, picture.figure) for picture in pictures],
+        sections=[(f"A sample of {name}", speech.text, ()) for name, speech in said.items()],
     )
     curves = Picture("loss_against_flops", "", loss_against_flops(logs))
     files = [save_figure(picture.figure, out / picture.name)[0] for picture in (curves, *pictures)]
     return {name: facts[name] | results(logs[name]) for name in runs}, [page, *files]
+
+
+class Speech(NamedTuple):
+    """What a model wrote, and at what cost."""
+
+    text: str
+    facts: dict[str, object]
+
+
+def speak(model: Transformer, validation: TokenFile, tokenizer: Tokenizer) -> Speech:
+    """Continue the beginning of the validation text, token by token."""
+    prompt = validation.ids[: min(PROMPT, model.config.max_length // 2)].tolist()
+    sampling = Sampling(max_tokens=SAMPLE, temperature=0.7, top_p=0.95)
+    generate(model, [prompt], Sampling(max_tokens=2))  # the first pass sets kernels up
+    rows = start_rows(model, [prompt], sampling, tokenizer)
+    start = time.perf_counter()
+    text = "".join(each.text for each in run_rows(model, rows, None, None, keep_layers=False))
+    seconds = time.perf_counter() - start
+    (row,) = rows
+    return Speech(
+        f"{tokenizer.decode(prompt)} | {text}",
+        {
+            "decode tokens/s": round((len(row.tokens) - row.num_prompt) / seconds),
+            f"cache bytes written by {row.cache.length} tokens": row.cache.bytes_written,
+        },
+    )
 
 
 def model_facts(model: Transformer) -> dict[str, object]:

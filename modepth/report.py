@@ -19,6 +19,7 @@ from modepth.runlog import RunLog
 
 Table = Sequence[Mapping[str, object]]  # a row each, columns by name
 Figures = Sequence[tuple[str, Figure]]  # caption, figure
+Section = tuple[str, str, Table]  # heading, text, table
 
 PIXELS_AN_INCH = 125  # a printed figure is small on a screen
 
@@ -55,7 +56,7 @@ def write_report(
     intro: str = "",
     table: Table = (),
     figures: Figures = (),
-    sections: Iterable[tuple[str, str, Table]] = (),
+    sections: Iterable[Section] = (),
 ) -> Path:
     """Write one self-contained page: title, text, table, figures, then sections of (heading, text, table)."""
     body = [f"<h1>{escaped(title)}</h1>", paragraphs(intro), html_table(table)]
@@ -133,11 +134,13 @@ def write_run_report(
     intro: str = "",
     facts: Mapping[str, Mapping[str, object]] | None = None,
     figures: Figures = (),
+    sections: Iterable[Section] = (),
 ) -> Path:
     """Write a page of run folders by name: a table of results, loss against FLOPs, what the routers did, events.
 
-    facts     more columns for a run, such as its parameters, before those of its log
-    figures   more (caption, figure), after the curves
+    facts      more columns for a run, such as its parameters, before those of its log
+    figures    more (caption, figure), after the curves
+    sections   more (heading, text, table), before those of the logs
     """
     logs = {name: read_log(folder) for name, folder in runs.items()}
     known = facts or {}
@@ -145,7 +148,7 @@ def write_run_report(
         "Language-model loss against training FLOPs: validation marked, training light.",
         loss_against_flops(logs),
     )
-    sections: list[tuple[str, str, Table]] = []
+    sections = list(sections)
     for name, rows in logs.items():
         routing = routing_table(rows)
         if routing:

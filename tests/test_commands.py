@@ -1,6 +1,7 @@
 """`modepth train` and `modepth eval` as a user types them; flags made from the configs."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -10,6 +11,7 @@ import pytest
 import yaml
 
 from modepth.cli import main, make_parser
+from modepth.commands.table import printable
 from modepth.config import LossWeights, ModelConfig, RoutingConfig, TrainConfig
 from modepth.flags import flags_given, laid_over
 
@@ -129,6 +131,68 @@ def test_flags_lie_over_the_file():
     assert laid_over({"model": {"routing": None}}, {"model": {"routing": {"every": 3}}}) == {
         "model": {"routing": {"every": 3}}
     }
+
+
+@pytest.fixture(scope="module")
+def trained(prepared, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "config.yaml").write_text(CONFIG)
+    assert main(["train", str(folder / "run"), "--data", str(prepared), "--config", str(folder / "config.yaml")]) == 0
+    return str(folder / "run")
+
+
+def test_generate_prints_the_text_then_json(trained, capsys):
+    command = ["generate", trained, "-p", "to be", "--max-tokens", "9", "--temperature", "1", "--seed", "3"]
+    assert main(command) == 0
+    captured = capsys.readouterr()
+    *text, last = captured.out.splitlines()
+    (row,) = json.loads(last)["rows"]
+    assert (row["prompt_tokens"], row["new_tokens"], row["reason"]) == (5, 9, "length")
+    assert "\n".join(text) == printable("to be" + row["text"])
+    assert 0 < row["cache_bytes"] < row["dense_cache_bytes"] == 3 * 13 * (2 * 16 * 4 + 4)
+    assert "tokens/s; cache " in captured.err
+    assert main([*command, "-p", "or not"]) == 0
+    *text, last = capsys.readouterr().out.splitlines()
+    assert json.loads(last)["rows"][0] == row
+    assert text[0] == "--- prompt 1"
+
+
+def test_show_depth_colours_every_token_that_was_read(trained, capsys):
+    assert main(["generate", trained, "-p", "to be", "--max-tokens", "9", "--show-depth"]) == 0
+    text, legend, last = capsys.readouterr().out.rsplit("\n", 3)[:3]
+    assert text.count("\x1b[38;5;") == text.count("\x1b[0m") == 5 + 9 - 1
+    assert legend == "layers: \x1b[38;5;27m2\x1b[0m \x1b[38;5;196m3\x1b[0m"
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    assert plain.startswith("to be")
+    assert json.loads(last)["rows"][0]["new_tokens"] == 9
+
+
+@pytest.mark.parametrize(
+    "flags", [["--rule", "router"], ["--capacity", "0.9"], ["--capacity", "0.9", "--rule", "predictor"]]
+)
+def test_the_rule_and_the_dial_change_what_is_routed(flags, trained, capsys):
+    used = []
+    for extra in ([], flags):
+        assert main(["generate", trained, "-p", "to be or not to be", "--max-tokens", "9", *extra]) == 0
+        used.append(json.loads(capsys.readouterr().out.splitlines()[-1])["rows"][0]["cache_bytes"])
+    assert used[0] != used[1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--temperature", "-1"], "temperature must be a finite number >= 0.0, got -1.0"),
+        (["--max-tokens", "0"], "max_tokens must be a whole number >= 1, got 0"),
+        (["--capacity", "2"], "capacity must be a number in (0, 1], got 2.0"),
+        (["--chunk", "0"], "chunk must be a whole number >= 1, got 0"),
+        (["-p", "x" * 40], "a prompt of 40 tokens is more than the model's max_length 32"),
+    ],
+)
+def test_a_mistake_in_generate_is_one_line(flags, message, trained, capsys):
+    assert main(["generate", trained, "-p", "to be", *flags]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == f"modepth generate: {message}" + (
+        " (to keep a layer dense, leave it out of the routed layers)" if "--capacity" in flags else ""
+    )
 
 
 def test_null_leaves_an_optional_part_out(command, capsys):

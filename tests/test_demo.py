@@ -43,6 +43,10 @@ def test_the_demo_trains_both_models_with_the_same_flops(shown):
         assert facts["validation loss"] == measured["loss"]
         assert facts["bits per byte"] == measured["bits_per_byte"]
         assert facts["validation loss, top-k"] == measured.get("topk_loss")
+        assert facts["decode tokens/s"] > 0
+    written = "cache bytes written by 127 tokens"
+    assert result["runs"]["dense"][written] == flops.cache_bytes(DENSE, 127)
+    assert result["runs"]["MoD"][written] < result["runs"]["dense"][written]
     assert result["runs"]["MoD"]["steps"] > result["runs"]["dense"]["steps"]
     assert flops.dense(MODELS["MoD"]) == DENSE
 
@@ -64,6 +68,7 @@ def test_the_demos_page_holds_the_table_and_the_three_pictures(shown):
     page = read(shown[0] / "report.html")
     assert len(page.of("img")) == 3
     assert {"run", "parameters", "FLOPs a token", "validation loss", "bits per byte"} < set(page.text("th"))
+    assert page.text("h2") == ["A sample of dense", "A sample of MoD", "Routing of MoD"]
     assert page.text("figcaption")[1] == (
         "Which layers of MoD compute each token of a validation snippet, decided token by token."
     )
