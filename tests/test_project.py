@@ -78,7 +78,17 @@ MAY_IMPORT = {
         "train",
         "world",
     },
-    "cli": {"commands.data", "commands.flops", "commands.train", "run"},
+    "commands.inspect": {
+        "checkpoint",
+        "commands.table",
+        "config",
+        "files",
+        "flops",
+        "run_folder",
+        "runlog",
+        "schedule",
+    },
+    "cli": {"commands.data", "commands.flops", "commands.inspect", "commands.table", "commands.train", "run"},
     "__main__": {"cli"},
     "trace": {"config", "routing"},
     # Figures and reports take arrays and rows: none of these may reach torch.

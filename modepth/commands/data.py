@@ -2,10 +2,9 @@
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
-from modepth.commands.table import print_table, ratio
+from modepth.commands.table import print_table, printable, ratio
 from modepth.corpus import Corpus
 from modepth.data import SPLITS, open_tokens
 from modepth.preparation import Summary, check_prepared, prepare
@@ -27,6 +26,7 @@ examples:
   modepth data inspect data/stdlib
 """
 SAMPLE_CHARACTERS = 200
+LAYOUT = "\n\t"
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -91,7 +91,9 @@ def run_prepare(options: argparse.Namespace) -> None:
 def run_inspect(options: argparse.Namespace) -> None:
     summary = check_prepared(options.folder)
     print_summary(summary)
-    print(f"hashes and ids verified\n\nvalidation begins:\n{printable(sample_text(Path(options.folder)))}\n")
+    print(
+        f"hashes and ids verified\n\nvalidation begins:\n{printable(sample_text(Path(options.folder)), keep=LAYOUT)}\n"
+    )
     print(json.dumps({"folder": options.folder, "verified": True, **summary}))
 
 
@@ -112,10 +114,3 @@ def sample_text(folder: Path) -> str:
     """The first characters of the validation split."""
     ids = open_tokens(folder / "validation.tokens").ids[: 4 * SAMPLE_CHARACTERS]  # a character is up to 4 bytes
     return load_tokenizer(folder).decode(ids.tolist())[:SAMPLE_CHARACTERS]
-
-
-def printable(text: str) -> str:
-    """Text without what could steer a terminal, or what stdout cannot encode."""
-    text = "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
-    encoding = sys.stdout.encoding or "utf-8"
-    return text.encode(encoding, "backslashreplace").decode(encoding)

@@ -1,5 +1,7 @@
 """Tables for people."""
 
+import sys
+
 
 def print_table(rows: list[list[str]]) -> None:
     """The first column to the left, the others to the right."""
@@ -15,3 +17,10 @@ def millions(number: int) -> str:
 
 def ratio(number: int, base: int) -> str:
     return f"{number / base:.3f}"
+
+
+def printable(text: str, keep: str = "") -> str:
+    """Text without what could steer a terminal, or what stdout cannot encode; of control characters only `keep`."""
+    text = "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
+    encoding = sys.stdout.encoding or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
