@@ -20,6 +20,7 @@ from modepth.model import Transformer
 from modepth.run import ALONE, load, open_data, train
 from modepth.schedule import num_steps
 from modepth.tokenizer import load_tokenizer, save_tokenizer
+from modepth.tracking import Tracker, check_tensorboard
 from modepth.train import evaluate
 from modepth.world import World, join_world
 
@@ -44,7 +45,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser = commands.add_parser(
         "train",
         help="train a model, or go on with its training",
-        usage="modepth train RUN --data DIR [--config FILE] [--print_config] [--model.FIELD VALUE ...]",
+        usage="modepth train RUN --data DIR [--config FILE] [--print_config] [--tensorboard] [--model.FIELD VALUE ...]",
         description="Train a model on prepared data. Rows go to RUN/log.jsonl, checkpoints to RUN/checkpoints. "
         "The last line is JSON.",
         epilog=TRAIN_EXAMPLES,
@@ -54,6 +55,9 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser.add_argument("--data", required=True, metavar="DIR", help="what `modepth data prepare` wrote")
     parser.add_argument("--config", metavar="FILE", help="YAML or JSON with `model` and `train`")
     parser.add_argument("--print_config", action="store_true", help="print the resolved config and stop")
+    parser.add_argument(
+        "--tensorboard", action="store_true", help="write the rows to RUN/tensorboard too (needs the extra track)"
+    )
     add_flags(parser, RunConfig)
     parser.set_defaults(run=run_train)
     look = commands.add_parser(
@@ -77,6 +81,8 @@ def run_train(options: argparse.Namespace) -> None:
     if options.print_config:
         print(yaml.safe_dump(json.loads(json.dumps(asdict(config))), sort_keys=False), end="")
         return
+    if options.tensorboard:
+        check_tensorboard()
     world = join_world()
     try:
         train_in(world, config, options)
@@ -89,7 +95,17 @@ def train_in(world: World, config: RunConfig, options: argparse.Namespace) -> No
     model = Transformer(config.model)
     data = open_data(options.data, config.model)
     steps = num_steps(config.train, config.model)
-    with ShowRows(steps, quiet=not world.is_first) as show:
+    with ShowRows(steps, quiet=not world.is_first) as show, Tracker() as track:
+
+        def start(folder: Path) -> None:
+            remember_data(folder, Path(options.data))
+            if options.tensorboard:
+                track.start(folder)
+
+        def tell(row: dict[str, Any]) -> None:
+            show(row)
+            track(row)
+
         if world.is_first:
             show.say(
                 f"{num_parameters(config.model):,} parameters, {steps:,} steps of {config.train.batch_size} windows, "
@@ -101,8 +117,8 @@ def train_in(world: World, config: RunConfig, options: argparse.Namespace) -> No
             data,
             options.folder,
             world=world,
-            on_start=lambda folder: remember_data(folder, Path(options.data)),
-            on_row=show,
+            on_start=start,
+            on_row=tell,
         )
     if world.is_first:
         print(json.dumps({"run": options.folder, **last}))
