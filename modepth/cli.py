@@ -6,7 +6,8 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from modepth.commands import data, demo, flops, generate, report, train
+from modepth.commands import data, demo, flops, generate, inspect, report, train
+from modepth.commands.table import printable
 from modepth.run import DivergedError, Stopped
 
 
@@ -23,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except (ValueError, OSError, ImportError, DivergedError, FloatingPointError) as error:
-        print(f"modepth {options.command}: {error}", file=sys.stderr)
+        print(f"modepth {options.command}: {printable(str(error))}", file=sys.stderr)
         return 2
     return 0
 
@@ -31,6 +32,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="modepth", description="Mixture-of-Depths for PyTorch.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (demo, flops, data, train, generate, report):
+    for command in (demo, flops, data, train, inspect, generate, report):
         command.add(commands)
     return parser

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from modepth.cli import main, make_parser
-from modepth.commands.table import printable
+from modepth.commands.table import LAYOUT, printable
 from modepth.config import LossWeights, ModelConfig, RoutingConfig, TrainConfig
 from modepth.flags import flags_given, laid_over
 
@@ -69,6 +70,45 @@ def test_print_config_shows_what_would_run_and_runs_nothing(command, capsys):
     assert printed["model"]["routing"]["layers"] == [1, 2]
     assert printed["train"]["steps"] == 6
     assert not Path(command[1]).exists()
+
+
+def test_tensorboard_gets_the_rows(command, capsys):
+    assert main([*command, "--tensorboard"]) == 0
+    run = Path(command[1])
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    for tag, values in (
+        ("train/loss", {row["step"]: row["loss"] for row in rows if "loss" in row}),
+        ("validation/loss", {row["step"]: row["validation"]["loss"] for row in rows if "validation" in row}),
+    ):
+        assert {each.step: each.value for each in events.Scalars(tag)} == pytest.approx(values)
+
+
+def test_without_the_flag_there_is_no_tensorboard(command, capsys):
+    assert main(command) == 0
+    assert not (Path(command[1]) / "tensorboard").exists()
+
+
+def test_a_missing_tensorboard_is_named_before_anything_is_done(command):
+    script = "import sys; sys.modules['tensorboard'] = None; from modepth.cli import main; sys.exit(main(sys.argv[1:]))"
+    result = subprocess.run(
+        [sys.executable, "-c", script, *command, "--tensorboard"], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert result.returncode == 2
+    assert result.stderr == "modepth train: --tensorboard needs tensorboard: pip install 'modepth[track]'\n"
+    assert result.stdout == ""
+    assert not Path(command[1]).exists()
+
+
+def test_a_file_in_place_of_the_tensorboard_folder_is_refused_before_the_first_step(command, capsys):
+    assert main([*command, "--train.steps", "3"]) == 0
+    run = Path(command[1])
+    (run / "tensorboard").write_text("")
+    capsys.readouterr()
+    assert main([*command, "--tensorboard"]) == 2
+    assert f"{run / 'tensorboard'}" in capsys.readouterr().err.splitlines()[-1]
+    assert '"step": 4' not in (run / "log.jsonl").read_text()
 
 
 @pytest.mark.parametrize(
@@ -148,7 +188,7 @@ def test_generate_prints_the_text_then_json(trained, capsys):
     *text, last = captured.out.splitlines()
     (row,) = json.loads(last)["rows"]
     assert (row["prompt_tokens"], row["new_tokens"], row["reason"]) == (5, 9, "length")
-    assert "\n".join(text) == printable("to be" + row["text"])
+    assert "\n".join(text) == printable("to be" + row["text"], keep=LAYOUT)
     assert 0 < row["cache_bytes"] < row["dense_cache_bytes"] == 3 * 13 * (2 * 16 * 4 + 4)
     assert "tokens/s; cache " in captured.err
     assert main([*command, "-p", "or not"]) == 0

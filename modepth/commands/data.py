@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from modepth.commands.table import print_table, printable, ratio
+from modepth.commands.table import LAYOUT, print_table, printable, ratio
 from modepth.corpus import Corpus
 from modepth.data import SPLITS, open_tokens
 from modepth.preparation import Summary, check_prepared, prepare
@@ -90,7 +90,9 @@ def run_prepare(options: argparse.Namespace) -> None:
 def run_inspect(options: argparse.Namespace) -> None:
     summary = check_prepared(options.folder)
     print_summary(summary)
-    print(f"hashes and ids verified\n\nvalidation begins:\n{printable(sample_text(Path(options.folder)))}\n")
+    print(
+        f"hashes and ids verified\n\nvalidation begins:\n{printable(sample_text(Path(options.folder)), keep=LAYOUT)}\n"
+    )
     print(json.dumps({"folder": options.folder, "verified": True, **summary}))
 
 

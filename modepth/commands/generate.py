@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from modepth import flops
 from modepth.calibration import calibrate
-from modepth.commands.table import printable
+from modepth.commands.table import LAYOUT, printable
 from modepth.commands.train import data_of
 from modepth.config import ModelConfig, RoutingConfig, Rule
 from modepth.data import evaluation_windows, open_tokens, read_windows
@@ -145,14 +145,14 @@ def write_text(
 
 
 def write(text: str) -> None:
-    print(printable(text), end="", flush=True)
+    print(printable(text, keep=LAYOUT), end="", flush=True)
 
 
 def coloured(row: Row, tokenizer: Tokenizer, start: int) -> str:
     """The tokens from `start` on that were read, each in the colour of its depth."""
     parts = []
     for token, layers in zip(row.tokens[start:], row.layers[start:], strict=False):
-        parts.append(paint(printable(tokenizer.decode([token])), len(layers), row.cache.config))
+        parts.append(paint(printable(tokenizer.decode([token]), keep=LAYOUT), len(layers), row.cache.config))
     return "".join(parts)
 
 

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 
 from modepth.formats import shown
 
+LAYOUT = "\n\t"  # the control characters that a text is laid out with
+
 
 def print_table(rows: list[list[str]]) -> None:
     """The first column to the left, the others to the right."""
@@ -28,8 +30,8 @@ def ratio(number: int, base: int) -> str:
     return f"{number / base:.3f}"
 
 
-def printable(text: str) -> str:
-    """Text without what could steer a terminal, or what stdout cannot encode."""
-    text = "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+def printable(text: str, keep: str = "") -> str:
+    """Text without what could steer a terminal, or what stdout cannot encode; of control characters only `keep`."""
+    text = "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
     encoding = sys.stdout.encoding or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)

@@ -4,6 +4,7 @@ import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -18,6 +19,7 @@ from modepth.progress import StepProgress
 from modepth.run import ALONE, load, open_data, train
 from modepth.schedule import num_steps
 from modepth.tokenizer import load_tokenizer, save_tokenizer
+from modepth.tracking import Tracker, check_tensorboard
 from modepth.train import evaluate
 from modepth.world import World, join_world
 
@@ -42,7 +44,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser = commands.add_parser(
         "train",
         help="train a model, or go on with its training",
-        usage="modepth train RUN --data DIR [--config FILE] [--print_config] [--model.FIELD VALUE ...]",
+        usage="modepth train RUN --data DIR [--config FILE] [--print_config] [--tensorboard] [--model.FIELD VALUE ...]",
         description="Train a model on prepared data. Rows go to RUN/log.jsonl, checkpoints to RUN/checkpoints. "
         "The last line is JSON.",
         epilog=TRAIN_EXAMPLES,
@@ -52,6 +54,9 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser.add_argument("--data", required=True, metavar="DIR", help="what `modepth data prepare` wrote")
     parser.add_argument("--config", metavar="FILE", help="YAML or JSON with `model` and `train`")
     parser.add_argument("--print_config", action="store_true", help="print the resolved config and stop")
+    parser.add_argument(
+        "--tensorboard", action="store_true", help="write the rows to RUN/tensorboard too (needs the extra track)"
+    )
     add_flags(parser, RunConfig)
     parser.set_defaults(run=run_train)
     look = commands.add_parser(
@@ -75,6 +80,8 @@ def run_train(options: argparse.Namespace) -> None:
     if options.print_config:
         print(yaml.safe_dump(json.loads(json.dumps(asdict(config))), sort_keys=False), end="")
         return
+    if options.tensorboard:
+        check_tensorboard()
     world = join_world()
     try:
         train_in(world, config, options)
@@ -87,7 +94,17 @@ def train_in(world: World, config: RunConfig, options: argparse.Namespace) -> No
     model = Transformer(config.model)
     data = open_data(options.data, config.model)
     steps = num_steps(config.train, config.model)
-    with StepProgress(steps, quiet=not world.is_first) as show:
+    with StepProgress(steps, quiet=not world.is_first) as show, Tracker() as track:
+
+        def start(folder: Path) -> None:
+            remember_data(folder, Path(options.data))
+            if options.tensorboard:
+                track.start(folder)
+
+        def tell(row: dict[str, Any]) -> None:
+            show(row)
+            track(row)
+
         if world.is_first:
             show.say(
                 f"{num_parameters(config.model):,} parameters, {steps:,} steps of {config.train.batch_size} windows, "
@@ -99,8 +116,8 @@ def train_in(world: World, config: RunConfig, options: argparse.Namespace) -> No
             data,
             options.folder,
             world=world,
-            on_start=lambda folder: remember_data(folder, Path(options.data)),
-            on_row=show,
+            on_start=start,
+            on_row=tell,
         )
     if world.is_first:
         print(json.dumps({"run": options.folder, **last}))
