@@ -8,7 +8,6 @@ A run that finds a checkpoint of its own model in its folder resumes from it.
 """
 
 import json
-import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -16,23 +15,27 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from modepth import checkpoint
-from modepth.agreement import check_same_run, check_same_start, setting
-from modepth.config import ModelConfig, TrainConfig, model_config_from_dict, model_config_to_dict
-from modepth.data import TokenFile, check_ids, global_batch_rows, open_tokens, rank_rows, read_windows
+from modepth.agreement import check_same_run, check_same_start, saved_model, setting
+from modepth.config import ModelConfig, TrainConfig, model_config_to_dict
+from modepth.data import TokenFile, check_ids, global_batch_rows, num_windows, open_tokens, rank_rows, read_windows
 from modepth.interruption import Interruption
 from modepth.model import Transformer
 from modepth.parallel import spread
 from modepth.restore import load_model, load_optimizer, model_tensors, optimizer_tensors, pieces
 from modepth.run_folder import RunLock, prepare_run
+from modepth.run_folder import steps as saved_steps
 from modepth.runlog import RunLog
 from modepth.schedule import learning_rate_at, num_steps, routing_at, step_flops, window_length
+from modepth.textfile import replace_text
 from modepth.train import StepResult, evaluate, make_optimizer, routing_row, train_step, windows_to_batch
 from modepth.world import World
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
+SAME_SIGNAL_SECONDS = 1.0  # under torchrun a signal may come twice
 
 
 class Data(NamedTuple):
@@ -54,17 +57,25 @@ class DivergedError(Exception):
     """Update after update could not be applied."""
 
 
-def open_data(folder: str | Path, model: ModelConfig) -> Data:
-    """The training and validation tokens of a prepared folder, checked against the model's vocabulary."""
-    data = Data(*(open_tokens(Path(folder) / f"{name}.tokens") for name in Data._fields))
-    for tokens in data:
-        if tokens.vocab_size > model.vocab_size:
-            raise ValueError(
-                f"{tokens.path}: its vocabulary of {tokens.vocab_size} is more than the model's "
-                f"vocab_size {model.vocab_size}"
-            )
-        check_ids(tokens)
-    return data
+def open_data(folder: str | Path, model: ModelConfig, world: World = ALONE) -> Data:
+    """The training and validation tokens of a prepared folder; if one rank cannot use them all raise."""
+    opened: list[TokenFile] = []
+    checkpoint.in_step(
+        world.exchange, lambda: opened.extend(open_split(folder, split, model) for split in Data._fields)
+    )
+    return Data(*opened)
+
+
+def open_split(folder: str | Path, split: str, model: ModelConfig) -> TokenFile:
+    """The tokens of one split, each seen to be in the model's vocabulary."""
+    tokens = open_tokens(Path(folder) / f"{split}.tokens")
+    if tokens.vocab_size > model.vocab_size:
+        raise ValueError(
+            f"{tokens.path}: its vocabulary of {tokens.vocab_size} is more than the model's "
+            f"vocab_size {model.vocab_size}"
+        )
+    check_ids(tokens)
+    return tokens
 
 
 def train(
@@ -83,10 +94,11 @@ def train(
     locked and its checkpoint fits, and `on_row` each row as it is logged.
     """
     check_same_start(world, model, model.config, config, data._asdict())
+    check_possible(model.config, config, data, world)
     steps = num_steps(config, model.config)
     with ExitStack() as stack:
         take_folder(run, world, stack)
-        interruption = stack.enter_context(Interruption())
+        interruption = stack.enter_context(Interruption(SAME_SIGNAL_SECONDS if world.size > 1 else 0.0))
         loop = Loop(model, config, data, Path(run), world, steps, on_row)
         first = loop.resume()
         if world.is_first:
@@ -99,6 +111,16 @@ def train(
             if signal:
                 raise Stopped(signal)
         return loop.final_row()
+
+
+def check_possible(model: ModelConfig, config: TrainConfig, data: Data, world: World) -> None:
+    """Raise now for what would end the run in its first step or its first evaluation."""
+    length = window_length(config, model)
+    if length > model.max_length:
+        raise ValueError(f"length must be at most the model's max_length {model.max_length}, got {length}")
+    rank_rows(np.arange(config.batch_size), rank=world.rank, world_size=world.size)
+    for tokens in data:
+        num_windows(tokens, length)
 
 
 def take_folder(run: str | Path, world: World, stack: ExitStack) -> None:
@@ -201,9 +223,8 @@ class Loop:
             world=self.world,
             mode="topk",
         )
-        row = {"step": step, "validation": result, "flops": step * step_flops(self.config, self.model.config)}
-        self.add_row(row)
-        return row
+        flops = step * step_flops(self.config, self.model.config)
+        return self.add_row({"step": step, "validation": result, "flops": flops})
 
     def final_row(self) -> dict[str, Any]:
         """The measurement at the end, taken once however often a finished run is started."""
@@ -211,11 +232,12 @@ class Loop:
         found: list[dict[str, Any]] = self.world.exchange(done[-1:])[0]
         return found[0] if found else self.measure(self.steps)
 
-    def add_row(self, row: dict[str, Any]) -> None:
+    def add_row(self, row: dict[str, Any]) -> dict[str, Any]:
         row = {**row, "seconds": round(time.perf_counter() - self.started, 3)}
         if self.world.is_first:
             self.log.add(row)
             self.on_row(row)
+        return row
 
     # -- saving and going on
 
@@ -242,6 +264,15 @@ class Loop:
         step = 0 if found is None else found.step
         if len(set(self.world.exchange(step))) > 1:
             raise ValueError(f"{self.folder}: the processes see different checkpoints; is the folder shared?")
+        if found is None and saved_steps(self.folder):
+            raise ValueError(
+                f"{self.folder}: none of its checkpoints can be used: put a good one back, or choose another run folder"
+            )
+        if step > self.steps:
+            raise ValueError(
+                f"{self.folder}: is at step {step} already, got {self.steps} steps: ask for more, "
+                "or choose another run folder"
+            )
         changed = ""
         if found is not None:
             changed = check_same_run(found, self.model.config, self.config, self.world)
@@ -259,9 +290,8 @@ class Loop:
 
 
 def write_config(folder: Path, model: ModelConfig, config: TrainConfig) -> None:
-    part = folder / "config.json.part"
-    part.write_text(json.dumps({"model": model_config_to_dict(model), "train": asdict(config)}, indent=1) + "\n")
-    os.replace(part, folder / "config.json")
+    whole = {"model": model_config_to_dict(model), "train": asdict(config)}
+    replace_text(folder / "config.json", json.dumps(whole, indent=1) + "\n")
 
 
 def load(run: str | Path) -> Transformer:
@@ -269,7 +299,7 @@ def load(run: str | Path) -> Transformer:
     found = checkpoint.newest(run)
     if found is None:
         raise ValueError(f"{run}: no checkpoint to load")
-    model = Transformer(model_config_from_dict(found.state["model"]))
+    model = Transformer(saved_model(found))
     load_model(model, found)
     return model.eval()
 

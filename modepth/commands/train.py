@@ -13,12 +13,12 @@ from tqdm import tqdm
 
 from modepth.commands.table import print_table
 from modepth.config import RunConfig, build, read_plain
-from modepth.data import open_tokens
 from modepth.flags import add_flags, flags_given, laid_over
 from modepth.flops import forward_flops, num_parameters
 from modepth.model import Transformer
-from modepth.run import ALONE, load, open_data, train
+from modepth.run import ALONE, load, open_data, open_split, train
 from modepth.schedule import num_steps
+from modepth.textfile import replace_text
 from modepth.tokenizer import load_tokenizer, save_tokenizer
 from modepth.train import evaluate
 from modepth.world import World, join_world
@@ -87,7 +87,7 @@ def run_train(options: argparse.Namespace) -> None:
 def train_in(world: World, config: RunConfig, options: argparse.Namespace) -> None:
     torch.manual_seed(config.train.seed)
     model = Transformer(config.model)
-    data = open_data(options.data, config.model)
+    data = open_data(options.data, config.model, world)
     steps = num_steps(config.train, config.model)
     with ShowRows(steps, quiet=not world.is_first) as show:
         if world.is_first:
@@ -111,7 +111,7 @@ def train_in(world: World, config: RunConfig, options: argparse.Namespace) -> No
 def remember_data(run: Path, data: Path) -> None:
     """A run keeps its tokenizer, and where its data was."""
     save_tokenizer(load_tokenizer(data), run)
-    (run / "data.txt").write_text(f"{data.resolve()}\n")
+    replace_text(run / "data.txt", f"{data.resolve()}\n")
 
 
 class ShowRows:
@@ -149,7 +149,7 @@ def run_eval(options: argparse.Namespace) -> None:
         raise ValueError(f"{folder}: does not say what it was trained on: give --data")
     data = Path(options.data or (folder / "data.txt").read_text().strip())
     model = load(folder)
-    tokens = open_tokens(data / f"{options.split}.tokens")
+    tokens = open_split(data, options.split, model.config)
     result = evaluate(
         model,
         tokens,
