@@ -167,7 +167,7 @@ def test_a_compiled_run_on_two_processes_equals_one_that_is_not(tmp_path):
     assert run_ranks(compiled_run, 2, config, tmp_path, tmp_path / "eager") == [0, 0]
     compiled = replace(config, compile=True)
     assert min(run_ranks(compiled_run, 2, compiled, tmp_path, tmp_path / "compiled", patience=10)) > 0
-    assert_close(whole(load(tmp_path / "compiled").state_dict()), whole(load(tmp_path / "eager").state_dict()), 1e-9)
+    assert_close(whole(load(tmp_path / "compiled").state_dict()), whole(load(tmp_path / "eager").state_dict()), 1e-5)
 
 
 def parameters_after_evaluation(world, folder):
