@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from modepth.checkpoint import Checkpoint
-from modepth.config import ModelConfig, TrainConfig, model_config_to_dict
+from modepth.config import ModelConfig, TrainConfig, model_config_from_dict, model_config_to_dict
 from modepth.data import TokenFile
 from modepth.world import World
 
@@ -36,7 +36,8 @@ def check_same_start(
 
 def check_same_run(found: Checkpoint, model_config: ModelConfig, config: TrainConfig, world: World) -> str:
     """Refuse another model, warn where bits may differ; what changed in the training config."""
-    changed = differences(found.state["model"], plain(model_config_to_dict(model_config)))
+    before, now = (plain(model_config_to_dict(each)) for each in (saved_model(found), model_config))
+    changed = differences(before, now)
     if changed:
         raise ValueError(
             f"{found.folder}: holds another model: {'; '.join(changed)}; "
@@ -46,6 +47,19 @@ def check_same_run(found: Checkpoint, model_config: ModelConfig, config: TrainCo
     if other:
         warnings.warn(f"going on at step {found.step}, but not bit-exact: {'; '.join(other)}", stacklevel=2)
     return "; ".join(differences(found.state["train"], plain(asdict(config))))
+
+
+def saved_model(found: Checkpoint) -> ModelConfig:
+    """The model that a run's checkpoint says it holds; a state that no run wrote is refused."""
+    path = found.folder / "state.json"
+    state = found.state if isinstance(found.state, dict) else {}
+    for part in ("model", "train", "setting"):
+        if not isinstance(state.get(part), dict):
+            raise ValueError(f"{path}: has no {part}, so it is not of a run of modepth: choose another folder")
+    try:
+        return model_config_from_dict(state["model"])
+    except ValueError as error:
+        raise ValueError(f"{path}: model: {error}") from error
 
 
 def setting(config: TrainConfig, world: World) -> dict[str, Any]:

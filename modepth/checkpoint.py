@@ -51,6 +51,7 @@ LEFTOVER = re.compile(r"\.(step-\d{8,})\.[0-9a-f-]+\.(part|old)")
 
 Exchange = Callable[[Any], list[Any]]  # plain data of this rank -> that of all ranks in order; also a barrier
 Stage = Callable[[str], None]
+Kinds = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # the dtype and shape of each tensor
 
 
 class Piece(NamedTuple):
@@ -252,17 +253,19 @@ class Checkpoint:
     entries: Entries
 
     def load(self, group: str, held: Mapping[str, Piece] = MappingProxyType({})) -> dict[str, Tensor]:
-        """All tensors of a group, whole, but of those in `held` only the rows of the piece, read alone."""
+        """All tensors of a group, whole, but of those in `held` only the rows of the piece, read alone.
+
+        Whether the shapes agree is for `check_fit` to say, first.
+        """
         rows: dict[str, tuple[int, int]] = {}
         for name in held.keys() & self.group(group).keys():
-            tensor, shape, offset = held[name]
-            if shape != self.group(group)[name].shape:
-                raise ValueError(
-                    f"{self.folder}: {group} {name} has the shape {self.group(group)[name].shape}, expected {shape}"
-                )
+            tensor, _, offset = held[name]
             rows[name] = (offset, offset + num_rows(tensor.shape))
         with opened(self.folder) as stored:
             return {name: read_tensor(stored, name, each, rows.get(name)) for name, each in self.group(group).items()}
+
+    def kinds(self, group: str) -> Kinds:
+        return {name: (DTYPES[entry.dtype], entry.shape) for name, entry in self.group(group).items()}
 
     def load_rows(self, group: str, name: str, start: int, stop: int) -> Tensor:
         """Rows start..stop-1 of one tensor, reading no others."""
@@ -303,17 +306,22 @@ def open_step(run: str | Path, step: int, *, hashes: bool = True) -> Checkpoint:
 
 def load_into(expected: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> None:
     """Copy loaded tensors into a module's, once all names, shapes and dtypes are seen to agree."""
-    wrong = [f"missing {name}" for name in expected if name not in loaded]
-    wrong += [f"unexpected {name}" for name in loaded if name not in expected]
-    for name in expected.keys() & loaded.keys():
-        want, got = ((each.dtype, tuple(each.shape)) for each in (expected[name], loaded[name]))
-        if want != got:
-            wrong.append(f"{name} is {got[0]} {got[1]}, expected {want[0]} {want[1]}")
-    if wrong:
-        raise ValueError(f"the tensors do not fit: {'; '.join(sorted(wrong))}")
+    check_fit(*({name: (each.dtype, tuple(each.shape)) for name, each in side.items()} for side in (expected, loaded)))
     with torch.no_grad():
         for name, tensor in expected.items():
             tensor.copy_(loaded[name])
+
+
+def check_fit(expected: Kinds, found: Kinds) -> None:
+    """Refuse tensors that are missing, unexpected or of another kind, listing them all."""
+    wrong = [f"missing {name}" for name in expected if name not in found]
+    wrong += [f"unexpected {name}" for name in found if name not in expected]
+    for name in expected.keys() & found.keys():
+        if expected[name] != found[name]:
+            (dtype, shape), (want_dtype, want_shape) = found[name], expected[name]
+            wrong.append(f"{name} is {dtype} {shape}, expected {want_dtype} {want_shape}")
+    if wrong:
+        raise ValueError(f"the tensors do not fit: {'; '.join(sorted(wrong))}")
 
 
 # -- the folder of checkpoints

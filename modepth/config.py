@@ -288,13 +288,18 @@ class RunConfig:
 
 def model_config_from_dict(data: Mapping[str, Any]) -> ModelConfig:
     """A ModelConfig from plain data, refusing what it does not know."""
-    data = dict(data)
-    version = data.pop("format", FORMAT)
-    check_count("format", version, low=1)
-    if version > FORMAT:
-        raise ValueError(f"format {version} is newer than this modepth reads ({FORMAT}): upgrade modepth")
     model: ModelConfig = build(ModelConfig, data, where="")
     return model
+
+
+def without_format(data: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The fields of a saved config, once its format is seen to be one that is known here."""
+    rest = dict(data)
+    version = rest.pop("format", FORMAT)
+    check_count(f"{where}format", version, low=1)
+    if version > FORMAT:
+        raise ValueError(f"{where}format {version} is newer than this modepth reads ({FORMAT}): upgrade modepth")
+    return rest
 
 
 def model_config_to_dict(config: ModelConfig) -> dict[str, Any]:
@@ -364,6 +369,7 @@ def build(kind: type, data: object, where: str) -> Any:
     """An instance of dataclass `kind` from a mapping, nested ones included; `where` prefixes field names."""
     if not isinstance(data, Mapping):
         raise ValueError(f"{where.rstrip('.')} must be a mapping of {kind.__name__} fields, got {data!r}")
+    data = without_format(data, where) if kind is ModelConfig else data
     known = {each.name: each for each in fields(kind)}
     for name in data:
         if name not in known:

@@ -49,11 +49,24 @@ class TokenWriter:
 
     def add(self, ids: Sequence[int], num_bytes: int) -> None:
         """Append `ids`, which stand for `num_bytes` bytes of text."""
+        self.check(ids)
         payload = np.asarray(ids, dtype=little_endian(self.dtype)).tobytes()
         self.file.write(payload)
         self.hash.update(payload)
         self.count += len(ids)
         self.num_bytes += num_bytes
+
+    def check(self, ids: Sequence[int]) -> None:
+        """Raise at the first that is not a whole number in the vocabulary: a cast would wrap or cut it."""
+        values = np.asarray(ids)
+        whole = not len(ids) or values.dtype.kind in "iu"
+        outside = (values < 0) | (values >= self.vocab_size) if whole else [not is_whole(one) for one in ids]
+        if np.any(outside):
+            place = int(np.argmax(outside))
+            raise ValueError(
+                f"{self.file.name}: ids must be whole numbers in 0..{self.vocab_size - 1}, got {ids[place]!r} "
+                f"at token {self.count + place}"
+            )
 
     def finish(self) -> None:
         """Write the header: only now is it a token file."""
@@ -72,6 +85,10 @@ class TokenWriter:
 
     def close(self) -> None:
         self.file.close()
+
+
+def is_whole(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and abs(int(value)) < 2**63
 
 
 def little_endian(dtype: Dtype) -> np.dtype[np.uint16] | np.dtype[np.uint32]:

@@ -41,8 +41,15 @@ def flags_given(options: argparse.Namespace) -> Tree:
                 if not isinstance(branch, dict):
                     flag, whole = name.removeprefix("flag:"), ".".join(parents)
                     raise ValueError(f"--{flag} and --{whole} contradict each other: drop one")
-            branch[leaf] = yaml.load(text, Loader=StrictLoader)
+            branch[leaf] = read_value(name.removeprefix("flag:"), text)
     return tree
+
+
+def read_value(path: str, text: str) -> Any:
+    try:
+        return yaml.load(text, Loader=StrictLoader)
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"--{path}: not a YAML value: {' '.join(str(error).split())}") from error
 
 
 def laid_over(below: Tree, above: Tree) -> Tree:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from types import FrameType
 from typing import Any
 
@@ -9,13 +10,18 @@ from typing import Any
 class Interruption:
     """While open, holds the number of the signal that came, or None.
 
+    What follows it within `same_seconds` is the same signal: Slurm tells torchrun and its processes, and torchrun
+    tells its processes again.
+
     >>> with Interruption() as interruption:
     ...     os.kill(os.getpid(), signal.SIGTERM)
     ...     print(interruption.signal == signal.SIGTERM)
     True
     """
 
-    def __init__(self) -> None:
+    def __init__(self, same_seconds: float = 0.0) -> None:
+        self.same_seconds = same_seconds
+        self.came = 0.0
         self.signal: int | None = None
         self.before: dict[int, Any] = {}
 
@@ -28,6 +34,7 @@ class Interruption:
             signal.signal(number, handler)
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None:
+        if self.signal is None:
+            self.signal, self.came = number, time.monotonic()
+        elif time.monotonic() - self.came >= self.same_seconds:
             os._exit(128 + number)
-        self.signal = number

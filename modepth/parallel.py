@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -28,7 +29,7 @@ def spread(model: Transformer, config: TrainConfig, world: World) -> nn.Module:
 
     Every process begins with the weights of the first.
     """
-    forward: nn.Module = torch.compile(model) if config.compile else model  # type: ignore[assignment]
+    forward = compiled(model, config) if config.compile else model
     if world.size == 1:
         return forward
     for tensor in model.state_dict().values():
@@ -39,6 +40,14 @@ def spread(model: Transformer, config: TrainConfig, world: World) -> nn.Module:
     # Finding unused parameters also keeps DistributedDataParallel from laying out its buckets anew after the first
     # step: a resumed run would then add up the gradients of three or more processes in another order.
     return DistributedDataParallel(LossesOnly(forward), find_unused_parameters=True)
+
+
+def compiled(model: Transformer, config: TrainConfig) -> nn.Module:
+    # Every stage of the capacity is a graph of its own. Past this limit torch goes on uncompiled, and the stage that
+    # the most of a run is spent in comes last.
+    limits = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, config.capacity_stages + 8)
+    return torch.compile(model)  # type: ignore[return-value]
 
 
 def share_out(model: Transformer, world: World) -> None:

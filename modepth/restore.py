@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from modepth import checkpoint
-from modepth.checkpoint import Checkpoint, Piece
+from modepth.checkpoint import Checkpoint, Kinds, Piece
 
 
 def pieces(tensors: dict[str, Tensor]) -> dict[str, Piece]:
@@ -45,6 +45,7 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 def load_model(model: nn.Module, found: Checkpoint) -> None:
     """Fill the model, or this process's rows of it."""
     held = pieces(model_tensors(model))
+    check_fit(found, "model", {name: (each.tensor.dtype, each.shape) for name, each in held.items()})
     checkpoint.load_into({name: each.tensor for name, each in held.items()}, found.load("model", held))
 
 
@@ -52,9 +53,7 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, found: Ch
     """Give the optimiser its state back, shared out as the parameters are."""
     parameters = dict(model.named_parameters())
     owner = {name: name.rpartition(".")[0] for name in found.group("optimizer")}
-    strangers = sorted(set(owner.values()) - parameters.keys())
-    if strangers:
-        raise ValueError(f"{found.folder}: the optimizer's state is of {', '.join(strangers)}, not in the model")
+    check_fit(found, "optimizer", adam_kinds({name: parameters[name] for name in parameters.keys() & owner.values()}))
     # A moment has its parameter's shape; the count of steps has none and is everyone's.
     shared = {name: piece(parameters[owner[name]]) for name, entry in found.group("optimizer").items() if entry.shape}
     for name, value in found.load("optimizer", shared).items():
@@ -62,6 +61,23 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, found: Ch
         optimizer.state[parameter][name.rpartition(".")[2]] = (
             like(parameter, value) if name in shared else value.to(parameter.device)
         )
+
+
+def adam_kinds(parameters: dict[str, Tensor]) -> Kinds:
+    """What AdamW keeps of these parameters; of one that never had a gradient, nothing."""
+    kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for name, parameter in parameters.items():
+        kinds[f"{name}.step"] = (torch.float32, ())
+        for moment in ("exp_avg", "exp_avg_sq"):
+            kinds[f"{name}.{moment}"] = (parameter.dtype, tuple(parameter.shape))
+    return kinds
+
+
+def check_fit(found: Checkpoint, group: str, expected: Kinds) -> None:
+    try:
+        checkpoint.check_fit(expected, found.kinds(group))
+    except ValueError as error:
+        raise ValueError(f"{found.folder}: {group}: {error}") from error
 
 
 def like(parameter: Tensor, rows: Tensor) -> Tensor:

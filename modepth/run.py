@@ -8,7 +8,6 @@ A run that finds a checkpoint of its own model in its folder resumes from it.
 """
 
 import json
-import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -16,19 +15,22 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from modepth import checkpoint
-from modepth.agreement import check_same_run, check_same_start, setting
-from modepth.config import Mode, ModelConfig, TrainConfig, model_config_from_dict, model_config_to_dict
-from modepth.data import TokenFile, check_ids, global_batch_rows, open_tokens, rank_rows, read_windows
+from modepth.agreement import check_same_run, check_same_start, saved_model, setting
+from modepth.config import Mode, ModelConfig, TrainConfig, model_config_to_dict
+from modepth.data import TokenFile, check_ids, global_batch_rows, num_windows, open_tokens, rank_rows, read_windows
 from modepth.interruption import Interruption
 from modepth.model import Transformer
 from modepth.parallel import spread
 from modepth.restore import load_model, load_optimizer, model_tensors, optimizer_tensors, pieces
 from modepth.run_folder import RunLock, prepare_run
+from modepth.run_folder import steps as saved_steps
 from modepth.runlog import RunLog
-from modepth.schedule import cutoff_weight_at, learning_rate_at, num_steps, routing_at, step_flops, window_length
+from modepth.schedule import cutoff_weight_at, flops_until, learning_rate_at, num_steps, routing_at, window_length
+from modepth.textfile import replace_text
 from modepth.train import (
     StepResult,
     evaluate,
@@ -41,6 +43,7 @@ from modepth.train import (
 from modepth.world import World
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
+SAME_SIGNAL_SECONDS = 1.0  # under torchrun a signal may come twice
 
 
 class Data(NamedTuple):
@@ -62,17 +65,25 @@ class DivergedError(Exception):
     """Update after update could not be applied."""
 
 
-def open_data(folder: str | Path, model: ModelConfig) -> Data:
-    """The training and validation tokens of a prepared folder, checked against the model's vocabulary."""
-    data = Data(*(open_tokens(Path(folder) / f"{name}.tokens") for name in Data._fields))
-    for tokens in data:
-        if tokens.vocab_size > model.vocab_size:
-            raise ValueError(
-                f"{tokens.path}: its vocabulary of {tokens.vocab_size} is more than the model's "
-                f"vocab_size {model.vocab_size}"
-            )
-        check_ids(tokens)
-    return data
+def open_data(folder: str | Path, model: ModelConfig, world: World = ALONE) -> Data:
+    """The training and validation tokens of a prepared folder; if one rank cannot use them all raise."""
+    opened: list[TokenFile] = []
+    checkpoint.in_step(
+        world.exchange, lambda: opened.extend(open_split(folder, split, model) for split in Data._fields)
+    )
+    return Data(*opened)
+
+
+def open_split(folder: str | Path, split: str, model: ModelConfig) -> TokenFile:
+    """The tokens of one split, each seen to be in the model's vocabulary."""
+    tokens = open_tokens(Path(folder) / f"{split}.tokens")
+    if tokens.vocab_size > model.vocab_size:
+        raise ValueError(
+            f"{tokens.path}: its vocabulary of {tokens.vocab_size} is more than the model's "
+            f"vocab_size {model.vocab_size}"
+        )
+    check_ids(tokens)
+    return tokens
 
 
 def train(
@@ -91,10 +102,11 @@ def train(
     locked and its checkpoint fits, and `on_row` each row as it is logged.
     """
     check_same_start(world, model, model.config, config, data._asdict())
+    check_possible(model.config, config, data, world)
     steps = num_steps(config, model.config)
     with ExitStack() as stack:
         take_folder(run, world, stack)
-        interruption = stack.enter_context(Interruption())
+        interruption = stack.enter_context(Interruption(SAME_SIGNAL_SECONDS if world.size > 1 else 0.0))
         loop = Loop(model, config, data, Path(run), world, steps, on_row)
         first = loop.resume()
         if world.is_first:
@@ -107,6 +119,16 @@ def train(
             if signal:
                 raise Stopped(signal)
         return loop.final_row()
+
+
+def check_possible(model: ModelConfig, config: TrainConfig, data: Data, world: World) -> None:
+    """Raise now for what would end the run in its first step or its first evaluation."""
+    length = window_length(config, model)
+    if length > model.max_length:
+        raise ValueError(f"length must be at most the model's max_length {model.max_length}, got {length}")
+    rank_rows(np.arange(config.batch_size), rank=world.rank, world_size=world.size)
+    for tokens in data:
+        num_windows(tokens, length)
 
 
 def take_folder(run: str | Path, world: World, stack: ExitStack) -> None:
@@ -184,7 +206,7 @@ class Loop:
             return
         self.num_bad = 0
         if step % self.config.log_every == 0 or step + 1 == self.steps:
-            rate = step_flops(self.config, self.model.config) / seconds
+            rate = (self.flops_until(step + 1) - self.flops_until(step)) / seconds
             self.add_row(
                 {
                     "step": step,
@@ -195,7 +217,7 @@ class Loop:
                     "tokens_per_second": result.num_tokens / seconds,
                     "flops_per_second": rate,
                     "share_of_peak": rate / self.peak,
-                    "flops": (step + 1) * step_flops(self.config, self.model.config),
+                    "flops": self.flops_until(step + 1),
                     "layers": {str(routing.layer): routing_row(routing) for routing in result.routings},
                 }
             )
@@ -205,9 +227,10 @@ class Loop:
         validation = self.evaluate("causal")
         if self.model.config.routing is not None:
             validation["topk_loss"] = self.evaluate("topk")["loss"]
-        row = {"step": step, "validation": validation, "flops": step * step_flops(self.config, self.model.config)}
-        self.add_row(row)
-        return row
+        return self.add_row({"step": step, "validation": validation, "flops": self.flops_until(step)})
+
+    def flops_until(self, step: int) -> int:
+        return flops_until(step, self.steps, self.config, self.model.config)
 
     def evaluate(self, mode: Mode) -> dict[str, float]:
         return evaluate(
@@ -226,11 +249,12 @@ class Loop:
         found: list[dict[str, Any]] = self.world.exchange(done[-1:])[0]
         return found[0] if found else self.measure(self.steps)
 
-    def add_row(self, row: dict[str, Any]) -> None:
+    def add_row(self, row: dict[str, Any]) -> dict[str, Any]:
         row = {**row, "seconds": round(time.perf_counter() - self.started, 3)}
         if self.world.is_first:
             self.log.add(row)
             self.on_row(row)
+        return row
 
     # -- saving and going on
 
@@ -257,6 +281,15 @@ class Loop:
         step = 0 if found is None else found.step
         if len(set(self.world.exchange(step))) > 1:
             raise ValueError(f"{self.folder}: the processes see different checkpoints; is the folder shared?")
+        if found is None and saved_steps(self.folder):
+            raise ValueError(
+                f"{self.folder}: none of its checkpoints can be used: put a good one back, or choose another run folder"
+            )
+        if step > self.steps:
+            raise ValueError(
+                f"{self.folder}: is at step {step} already, got {self.steps} steps: ask for more, "
+                "or choose another run folder"
+            )
         changed = ""
         if found is not None:
             changed = check_same_run(found, self.model.config, self.config, self.world)
@@ -274,9 +307,8 @@ class Loop:
 
 
 def write_config(folder: Path, model: ModelConfig, config: TrainConfig) -> None:
-    part = folder / "config.json.part"
-    part.write_text(json.dumps({"model": model_config_to_dict(model), "train": asdict(config)}, indent=1) + "\n")
-    os.replace(part, folder / "config.json")
+    whole = {"model": model_config_to_dict(model), "train": asdict(config)}
+    replace_text(folder / "config.json", json.dumps(whole, indent=1) + "\n")
 
 
 def load(run: str | Path) -> Transformer:
@@ -284,7 +316,7 @@ def load(run: str | Path) -> Transformer:
     found = checkpoint.newest(run)
     if found is None:
         raise ValueError(f"{run}: no checkpoint to load")
-    model = Transformer(model_config_from_dict(found.state["model"]))
+    model = Transformer(saved_model(found))
     load_model(model, found)
     return model.eval()
 

@@ -1,10 +1,11 @@
 """A run's rows: one JSON object a line, in RUN/log.jsonl. Figures and tables read these, never printed text."""
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from modepth.textfile import cannot_write, replace_text
 
 
 class RunLog:
@@ -14,8 +15,11 @@ class RunLog:
         self.path = Path(run) / "log.jsonl"
 
     def add(self, row: dict[str, Any]) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """All rows that are whole: a kill may have cut the last one."""
@@ -29,6 +33,4 @@ class RunLog:
     def drop_from(self, step: int) -> None:
         """Forget what comes after `step` steps, and a cut last row; a measurement after them stays."""
         kept = [row for row in self.rows() if row["step"] < step or (row["step"] == step and "validation" in row)]
-        part = self.path.with_suffix(".part")
-        part.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-        os.replace(part, self.path)
+        replace_text(self.path, "".join(json.dumps(row) + "\n" for row in kept))

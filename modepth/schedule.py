@@ -1,6 +1,7 @@
 """What changes during a run, each a pure function of the step: nothing to save, nothing to restore."""
 
 import math
+from collections import Counter
 from dataclasses import replace
 
 from modepth import flops
@@ -56,3 +57,14 @@ def routing_at(step: int, steps: int, config: TrainConfig, routing: RoutingConfi
 def cutoff_weight_at(step: int) -> float:
     """The weight of a step's cutoff in the running mean: the plain mean of the first steps, then of about fifty."""
     return max(1 / (step + 1), 0.02)
+
+
+def flops_until(step: int, steps: int, config: TrainConfig, model: ModelConfig) -> int:
+    """Training FLOPs of the first `step` steps, each at the capacity that it had."""
+    if model.routing is None or not config.capacity_warmup:
+        return step * step_flops(config, model)
+    capacities = Counter(routing_at(number, steps, config, model.routing).capacity for number in range(step))
+    return sum(
+        count * step_flops(config, replace(model, routing=replace(model.routing, capacity=capacity)))
+        for capacity, count in capacities.items()
+    )

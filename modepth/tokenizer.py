@@ -13,6 +13,7 @@ from typing import Protocol
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from modepth.textfile import replace_text
 from modepth.validation import check_count
 
 END_OF_TEXT = "<|endoftext|>"
@@ -140,9 +141,8 @@ def training_pieces(texts: Iterable[str]) -> Iterator[str]:
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """Write tokenizer.json and, as transformers does, the name of the end of text in tokenizer_config.json."""
-    (folder / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
-    settings = json.dumps({"eos_token": tokenizer.end_of_text_name})
-    (folder / "tokenizer_config.json").write_text(settings, encoding="utf-8")
+    replace_text(folder / "tokenizer.json", tokenizer.to_json())
+    replace_text(folder / "tokenizer_config.json", json.dumps({"eos_token": tokenizer.end_of_text_name}))
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:

@@ -20,6 +20,7 @@ from modepth.data import TokenFile, evaluation_windows, read_windows
 from modepth.model import IGNORED, Output
 from modepth.parallel import clip_gradients, release, sync_gradients
 from modepth.routing import Router, Routing, real_tokens
+from modepth.validation import check_count
 from modepth.world import World
 
 
@@ -145,9 +146,14 @@ def autocast(config: TrainConfig, world: World) -> contextlib.AbstractContextMan
 def evaluate(
     model: nn.Module, tokens: TokenFile, *, length: int, num_windows: int, batch_size: int, world: World, mode: Mode
 ) -> dict[str, float]:
-    """Loss of the first windows: nats a token, perplexity, bits a byte; `model` is left as it was."""
+    """Loss of the first windows: nats a token, perplexity, bits a byte; `model` is left as it was.
+
+    Where a router score of any rank or the loss is not finite, all ranks raise.
+    """
+    check_count("batch_size", batch_size, low=1)
     windows = evaluation_windows(tokens, length)[:num_windows]
     training, total = model.training, torch.zeros(2, dtype=torch.float64, device=world.device)
+    problems: list[str] = []
     model.eval()
     for start in range(0, len(windows), batch_size * world.size):
         rows = windows[start : start + batch_size * world.size]
@@ -155,16 +161,28 @@ def evaluate(
         # A rank that has none left still computes: with fsdp the others wait for its part of the weights.
         batch = windows_to_batch(read_windows(tokens, mine if len(mine) else rows[:1], length)).to(world.device)
         out = model(batch.tokens_BT, targets=batch.targets_BT, mode=mode)
-        for routing in out.routings:
-            routing.check()
+        problems += [problem for routing in out.routings if (problem := trouble(routing))]
         count = batch.num_targets if len(mine) else 0
         total += torch.tensor([out.loss.item() * count, count], dtype=torch.float64, device=world.device)
     release(model)
     model.train(training)
     loss_sum, count = world.sum(total).tolist()
     loss = loss_sum / count
+    problems = [problem for rank in world.exchange(problems[:1]) for problem in rank]
+    if not math.isfinite(loss):
+        problems.append(f"the loss is {loss}: look for an overflow or too high a learning rate")
+    if problems:
+        raise FloatingPointError(f"{tokens.path}: {problems[0]}")
     bits_per_byte = loss / math.log(2) * tokens.count / tokens.num_bytes
     return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "bits_per_byte": bits_per_byte}
+
+
+def trouble(routing: Routing) -> str | None:
+    try:
+        routing.check()
+    except FloatingPointError as error:
+        return str(error)
+    return None
 
 
 def routing_row(routing: Routing) -> dict[str, float]:

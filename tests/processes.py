@@ -22,12 +22,14 @@ PRELOADED = ["torch._dynamo", "tests.test_checkpoint_killed", "tests.test_distri
 PROCESSES.set_forkserver_preload(PRELOADED)
 
 
-def run_ranks(function, size, *arguments):
+def run_ranks(function, size, *arguments, patience=1):
     """What `function(world, *arguments)` returns in each of `size` processes; raises if any of them does."""
     port, pipes, processes = free_port(), [], []
     for rank in range(size):
         receiver, sender = PROCESSES.Pipe(duplex=False)
-        process = PROCESSES.Process(target=be_rank, args=(sender, function, rank, size, port, arguments), daemon=True)
+        process = PROCESSES.Process(
+            target=be_rank, args=(sender, function, rank, size, port, patience, arguments), daemon=True
+        )
         process.start()
         sender.close()
         pipes.append(receiver)
@@ -35,7 +37,7 @@ def run_ranks(function, size, *arguments):
     results, problems = [], []
     for rank, (receiver, process) in enumerate(zip(pipes, processes, strict=True)):
         try:
-            result, problem = receiver.recv() if receiver.poll(90) else (None, "no answer")
+            result, problem = receiver.recv() if receiver.poll(90 * patience) else (None, "no answer")
         except EOFError:
             result, problem = None, "died"
         process.join(30)
@@ -48,12 +50,12 @@ def run_ranks(function, size, *arguments):
     return results
 
 
-def be_rank(sender, function, rank, size, port, arguments):
+def be_rank(sender, function, rank, size, port, patience, arguments):
     torch.set_num_threads(1)
     os.environ.update(rank_environment(rank, size, port))
     result, problem = None, None
     try:
-        world = join_world(timeout_seconds=TIMEOUT)
+        world = join_world(timeout_seconds=TIMEOUT * patience)
         result = function(world, *arguments)
         world.close()
     except BaseException:

@@ -1,9 +1,17 @@
 """`modepth train` and `modepth eval` as a user types them; flags made from the configs."""
 
 import json
+import math
+import os
 import re
+import resource
+import shlex
+import shutil
+import signal
 import subprocess
 import sys
+import sysconfig
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 
@@ -11,10 +19,18 @@ import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from modepth import checkpoint
+from modepth.checkpoint import save, whole
 from modepth.cli import main, make_parser
 from modepth.commands.table import LAYOUT, printable
 from modepth.config import LossWeights, ModelConfig, RoutingConfig, TrainConfig
 from modepth.flags import flags_given, laid_over
+from modepth.progress import StepProgress
+from modepth.run_folder import RunLock
+from tests.checkpoints import names_in
+from tests.processes import run_ranks, torchrun
+from tests.test_kills import last_logged, last_saved, wait_until
+from tests.training import contents
 
 ROOT = Path(__file__).parent.parent
 CONFIG = """\
@@ -121,7 +137,10 @@ def test_a_file_in_place_of_the_tensorboard_folder_is_refused_before_the_first_s
         (["--data", "nowhere"], "nowhere/train.tokens: cannot be read"),
         (["--config", "none.yaml"], "none.yaml: cannot be read: No such file or directory"),
         (["--train.batch_size", "3.5"], "train.batch_size must be a whole number"),
-        (["--train.length", "100000"], "tokens are fewer than one window of 100000"),
+        (["--train.length", "33"], "length must be at most the model's max_length 32, got 33"),
+        (["--model.max_length", "100000"], "train.tokens: 13320 tokens are fewer than one window of 100000"),
+        (["--model.dim", "["], "--model.dim: not a YAML value: while parsing"),
+        (["--train.clip", "{a: 1, a: 2}"], "--train.clip: not a YAML value: the key 'a' is given twice"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(command, capsys, extra, message):
@@ -145,6 +164,207 @@ def test_a_file_in_place_of_the_run_folder_is_refused_before_the_first_step(comm
     (tmp_path / "run").write_text("")
     assert main(command) == 2
     assert "run: cannot be written" in capsys.readouterr().err
+
+
+def test_a_run_folder_that_cannot_be_written_is_refused_before_the_first_step(command, capsys):
+    assert main([command[0], "/proc/run", *command[2:]]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("modepth train: /proc/run: cannot be written: ")
+
+
+def test_a_run_that_another_process_holds_is_refused_and_left_as_it_was(command, capsys):
+    assert main([*command, "--train.steps", "3"]) == 0
+    with RunLock(command[1]):
+        before = contents(Path(command[1]))
+        assert main(command) == 2
+        assert contents(Path(command[1])) == before
+    assert f"modepth train: {command[1]}: in use by process {os.getpid()} (" in capsys.readouterr().err
+    assert main(command) == 0
+
+
+def test_the_config_that_a_run_keeps_is_a_config_and_one_of_a_newer_format_is_refused(command, capsys, tmp_path):
+    assert main(command) == 0
+    kept = Path(command[1]) / "config.json"
+    again = ["train", str(tmp_path / "again"), *command[2:4], "--config", str(kept)]
+    assert main([*again, "--train.steps", "1"]) == 0
+    assert (
+        json.loads((tmp_path / "again" / "config.json").read_text())["model"] == json.loads(kept.read_text())["model"]
+    )
+    kept.write_text(kept.read_text().replace('"format": 1', '"format": 2'))
+    assert main(again) == 2
+    assert "model.format 2 is newer than this modepth reads (1): upgrade modepth" in capsys.readouterr().err
+
+
+def test_a_run_that_diverges_is_one_line_and_exit_code_2(command, capsys):
+    flags = {"learning_rate": 1e30, "clip": 1e30, "warmup": 0, "max_bad_steps": 2}
+    assert main([*command, *(word for name, value in flags.items() for word in (f"--train.{name}", str(value)))]) == 2
+    error = capsys.readouterr().err.splitlines()
+    assert error[-1].startswith("modepth train: 2 updates in a row could not be applied, the last at step 2: ")
+    assert error[-2] == "step 2: update not applied: a router score of layer 1 is not finite"
+
+
+# -- stopped
+
+
+def test_a_signal_ends_the_command_with_its_code_and_one_line_and_the_same_command_goes_on(
+    command, capsys, monkeypatch
+):
+    show = StepProgress.__call__
+
+    def show_and_stop(self, row):
+        show(self, row)
+        if row["step"] == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(StepProgress, "__call__", show_and_stop)
+        assert main(command) == 143
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines()[-1] == "modepth train: stopped by signal 15; the same command goes on from here"
+    assert last_saved(command[1]) == 2
+    assert main(command) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == 6
+
+
+def run_main(world, arguments):
+    world.close()  # the command joins by itself
+    return main(arguments)
+
+
+def test_sigterm_to_torchrun_saves_the_run_and_the_same_command_goes_on(command):
+    run, endless = Path(command[1]), ["--train.steps", "100000", "--train.save_every", "100000"]
+    with torchrun(2, "-m", "modepth", *command, *endless) as agent:
+        wait_until(lambda: last_logged(run) >= 3, agent)
+        agent.send_signal(signal.SIGTERM)
+        output, _ = agent.communicate(timeout=60)
+    assert agent.returncode == 1  # torchrun's own, whatever its processes end with
+    assert output.count("modepth train: stopped by signal 15; the same command goes on from here") == 2
+    assert re.search("SignalException: Process .* got signal: 15", output)
+    stopped = last_saved(run)
+    assert stopped == last_logged(run) + 1
+    resumed = [*command, *endless, "--train.steps", str(stopped + 2)]
+    assert run_ranks(run_main, 2, resumed) == [0, 0]
+    assert last_saved(run) == stopped + 2
+
+
+def refuse_on_second(world, arguments):
+    if world.rank == 1:
+        arguments = [*arguments, "--data", "nowhere"]
+    world.close()
+    return main(arguments)
+
+
+def test_data_that_one_process_cannot_read_ends_all_of_them_before_the_first_step(command):
+    assert run_ranks(refuse_on_second, 2, command) == [2, 2]
+    assert not Path(command[1]).exists()
+
+
+@contextmanager
+def small_files(limit):
+    """No file may grow beyond so many bytes, as on a disk that is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_disk_that_fills_up_ends_the_command_and_with_room_the_same_command_goes_on(command, capsys):
+    assert main([*command, "--train.steps", "3"]) == 0
+    with small_files(30_000):
+        assert main(command) == 2
+    complaint = capsys.readouterr().err.splitlines()[-1]
+    assert re.match(
+        r"modepth train: .*/step-00000006: no room \(File too large\): [\d,]+ bytes needed .* [\d,]+ free", complaint
+    )
+    assert names_in(Path(command[1])) == ["step-00000003"]
+    assert main(command) == 0
+    assert names_in(Path(command[1])) == ["step-00000003", "step-00000006"]
+
+
+# -- measured on what it was not made for
+
+
+def with_other_tokenizer(run, prepared, folder):
+    main(["data", "prepare", str(prepared.parent / "data0"), str(folder / "other"), "--tokenizer", "bpe:280"])
+    return [
+        "--data",
+        str(folder / "other"),
+    ], "test.tokens: its vocabulary of 280 is more than the model's vocab_size 257"
+
+
+def with_an_id_outside(run, prepared, folder):
+    shutil.copytree(prepared, folder / "other")
+    path = folder / "other" / "test.tokens"
+    path.write_bytes(path.read_bytes()[:-2] + (257).to_bytes(2, "little"))
+    size = path.stat().st_size
+    return ["--data", str(folder / "other")], f"test.tokens: id 257 at byte {size - 2} "
+
+
+def with_nan_in_a_router(run, prepared, folder):
+    found = checkpoint.newest(run)
+    model = found.load("model")
+    model["layers.1.router.score.weight"][0, 0] = math.nan
+    save(run, found.step, {"model": whole(model), "optimizer": whole(found.load("optimizer"))}, found.state)
+    return [], "test.tokens: layer 1: the router score of row 0, token 0 is nan"
+
+
+def with_no_checkpoint(run, prepared, folder):
+    shutil.rmtree(run / "checkpoints")
+    return [], "run: no checkpoint to load"
+
+
+def with_no_windows(run, prepared, folder):
+    return ["--batch-size", "-1"], "batch_size must be a whole number >= 1, got -1"
+
+
+MISTAKES = [with_other_tokenizer, with_an_id_outside, with_nan_in_a_router, with_no_checkpoint, with_no_windows]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_eval_refuses_in_one_line_what_it_cannot_measure(command, capsys, prepared, tmp_path, mistake):
+    assert main([*command, "--train.steps", "1"]) == 0
+    extra, message = mistake(Path(command[1]), prepared, tmp_path)
+    capsys.readouterr()
+    assert main(["eval", command[1], *extra]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert line.startswith("modepth eval: ")
+    assert message in line
+
+
+# -- the page
+
+
+def test_the_commands_and_the_snippet_of_the_page_on_training_run(tmp_path, monkeypatch, capsys):
+    page = (ROOT / "docs" / "training.md").read_text()
+    small = {
+        "prepare stdlib ": "prepare ./stdlib ",
+        "tiny.yaml\n": "tiny.yaml --train.steps 3 --model.dim 16 --model.max_length 64\n",
+        "steps=100": "steps=3",
+    }
+    for text, smaller in small.items():
+        assert page.count(text) == 1, text
+        page = page.replace(text, smaller)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    (tmp_path / "stdlib").mkdir()
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:60]:
+        (tmp_path / "stdlib" / path.name).write_bytes(path.read_bytes()[:3000])
+    (commands,) = re.findall(r"```sh\n(.*?)```", page, flags=re.DOTALL)
+    for line in commands.splitlines():
+        program, *arguments = shlex.split(line)
+        assert program == "modepth"
+        assert main(arguments) == 0, line
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["run"] == "runs/tiny"
+    (snippet,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    names = {}
+    exec(snippet, names)
+    assert names["model"].config == names["config"]
+    written = {path.name for path in (tmp_path / "runs" / "tiny").iterdir()}
+    assert written >= {name.split("/")[0] for name in re.findall(r"^\| `(.+?)` \|", page, flags=re.MULTILINE)}
 
 
 def test_there_is_a_flag_for_every_field_of_every_config(capsys):

@@ -2,12 +2,12 @@
 
 import json
 import math
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, fields
 
 import pytest
 
 from modepth import LossWeights, ModelConfig, RoutingConfig
-from modepth.config import model_config_from_dict, model_config_to_dict, read_model_config
+from modepth.config import TrainConfig, model_config_from_dict, model_config_to_dict, read_model_config
 from tests.oracles import tiny_config
 
 SHAPE = {"vocab_size": 97, "num_layers": 12, "dim": 64, "num_heads": 4}
@@ -80,6 +80,52 @@ def test_a_bad_routing_field_is_named(field, value):
 def test_a_bad_model_field_is_named(field, value):
     with pytest.raises(ValueError, match=field):
         ModelConfig(**{**SHAPE, field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("steps", 0),
+        ("steps", True),
+        ("tokens", 1.5),
+        ("target_flops", math.nan),
+        ("target_flops", "1e9"),
+        ("length", -1),
+        ("batch_size", 0),
+        ("micro_batch", 0),
+        ("learning_rate", math.nan),
+        ("learning_rate", -1e-3),
+        ("warmup", 1.5),
+        ("final_fraction", math.inf),
+        ("weight_decay", "0.1"),
+        ("beta1", 1.0),
+        ("beta2", -0.1),
+        ("clip", None),
+        ("seed", -1),
+        ("capacity_warmup", 1.0),
+        ("capacity_stages", 0),
+        ("eval_every", 2.0),
+        ("eval_windows", 0),
+        ("save_every", -5),
+        ("keep_checkpoints", 0),
+        ("log_every", [1]),
+        ("max_bad_steps", 0),
+        ("compile", 1),
+        ("checkpoint_activations", "yes"),
+        ("precision", "float8"),
+        ("parallel", "tensor"),
+    ],
+)
+def test_a_bad_training_field_is_named(field, value):
+    lengths = {name: None for name in ("steps", "tokens", "target_flops") if name != field}
+    given = lengths if field in ("steps", "tokens", "target_flops") else {"steps": 5}
+    with pytest.raises(ValueError, match=f"^{field} must be "):
+        TrainConfig(**given, **{field: value})
+
+
+def test_there_is_a_bad_value_for_every_training_field():
+    (cases,) = (mark.args[1] for mark in test_a_bad_training_field_is_named.pytestmark)
+    assert {name for name, _ in cases} == {each.name for each in fields(TrainConfig)}
 
 
 @pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf, "1", True])

@@ -86,6 +86,32 @@ def test_a_file_that_was_not_finished_is_no_token_file(tmp_path):
         open_tokens(tmp_path / "x.tokens")
 
 
+@pytest.mark.parametrize(
+    ("ids", "shown", "place"),
+    [
+        ([1, 2, 257], "257", 5),
+        ([1, -1], "-1", 4),
+        ([2.0], "2.0", 3),
+        ([1, 2, 2.5], "2.5", 5),
+        ([True], "True", 3),
+        ([1, 2**70], str(2**70), 4),
+        (["7"], "'7'", 3),
+        (np.array([3, 65_537]), "65537", 4),
+    ],
+)
+def test_an_id_that_is_not_in_the_vocabulary_is_not_written(tmp_path, ids, shown, place):
+    writer = TokenWriter(tmp_path / "x.tokens", 257)
+    writer.add([0, 1, 256], 3)
+    writer.add([], 0)
+    with pytest.raises(
+        ValueError,
+        match=rf"x\.tokens: ids must be whole numbers in 0\.\.256, got (np.int64\()?{shown}\)? at token {place}$",
+    ):
+        writer.add(ids, 3)
+    writer.finish()
+    assert open_tokens(tmp_path / "x.tokens").ids.tolist() == [0, 1, 256]
+
+
 # -- damage
 
 

@@ -154,6 +154,22 @@ def test_a_whole_run_on_two_processes_equals_one(parallel, tmp_path):
             assert two[name] == pytest.approx(one[name], abs=1e-9), name
 
 
+def compiled_run(world, config, folder, run):
+    whole_run(world, config, folder, run)
+    return torch._dynamo.utils.counters["frames"]["ok"]
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("fp64")
+def test_a_compiled_run_on_two_processes_equals_one_that_is_not(tmp_path):
+    config = replace(CONFIG, steps=4)
+    make_data(tmp_path)
+    assert run_ranks(compiled_run, 2, config, tmp_path, tmp_path / "eager") == [0, 0]
+    compiled = replace(config, compile=True)
+    assert min(run_ranks(compiled_run, 2, compiled, tmp_path, tmp_path / "compiled", patience=10)) > 0
+    assert_close(whole(load(tmp_path / "compiled").state_dict()), whole(load(tmp_path / "eager").state_dict()), 1e-5)
+
+
 def parameters_after_evaluation(world, folder):
     model = new_model()
     spread(model, replace(CONFIG, parallel="fsdp"), world)
@@ -317,7 +333,9 @@ def step_with_poison(world, parallel, place):
     batch = ragged_batch().rows(slice(4 * world.rank, 4 * world.rank + 4))
     train_step(forward, optimizer, batch, config, world)
     before = whole(model_tensors(model))
-    if world.rank == 1:
+    if world.rank == 1 and place == "gradient":
+        model.lm_head.register_full_backward_hook(lambda module, into, out: (into[0] * float("inf"),))
+    elif world.rank == 1:
         where = model.lm_head if place == "loss" else model.layers[1].router.score
         where.register_forward_hook(lambda module, arguments, out: out * float("nan"))
     result = train_step(forward, optimizer, batch, config, world)
@@ -325,8 +343,28 @@ def step_with_poison(world, parallel, place):
 
 
 @pytest.mark.parametrize("parallel", PARALLEL)
-@pytest.mark.parametrize(("place", "named"), [("loss", "the loss"), ("router", "a router score of layer 1")])
+@pytest.mark.parametrize(
+    ("place", "named"), [("loss", "the loss"), ("gradient", "the gradient"), ("router", "a router score of layer 1")]
+)
 def test_what_is_not_finite_on_one_rank_is_not_applied_on_any(parallel, place, named):
     for problem, before, after in run_ranks(step_with_poison, 2, parallel, place):
         assert problem == named
         assert_equal(after, before)
+
+
+def evaluation_with_poison(world, folder):
+    model = new_model()
+    if world.rank == 1:
+        model.layers[1].router.score.register_forward_hook(lambda module, arguments, out: out * float("nan"))
+    options = {"length": 16, "num_windows": 4, "batch_size": 1, "mode": "topk"}
+    try:
+        evaluate(model, read_data(folder).validation, world=world, **options)
+    except FloatingPointError as error:
+        return str(error)
+
+
+def test_an_evaluation_that_is_not_finite_on_one_rank_raises_on_all_naming_the_layer(tmp_path):
+    make_data(tmp_path)
+    first, second = run_ranks(evaluation_with_poison, 2, tmp_path)
+    assert first == second
+    assert "validation.tokens: layer 1: the router score of row 0, token 0 is nan" in first

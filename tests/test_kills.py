@@ -9,14 +9,12 @@ from contextlib import contextmanager
 
 import pytest
 
-from modepth import checkpoint
+from modepth.interruption import Interruption
 from modepth.run_folder import steps
 from tests import train_process
 from tests.checkpoints import names_in
 from tests.processes import PROCESSES, TIMEOUT, command, free_port, rank_environment, torchrun
-from tests.training import make_data, rows_of
-
-TIMING = {"seconds", "tokens_per_second", "flops_per_second", "share_of_peak"}
+from tests.training import assert_same_end, make_data, rows_of
 
 
 def be_trainer(environment, *arguments):
@@ -51,17 +49,6 @@ def train_through(run, data, changes, size=1):
     for process in processes:
         process.join(90)
         assert process.exitcode == 0
-
-
-def assert_same_end(run, other):
-    """The last checkpoints are equal byte for byte, nothing was left behind, and the logs tell one story."""
-    ends = [checkpoint.newest(each) for each in (run, other)]
-    assert ends[0].step == ends[1].step
-    files = [{path.name: path.read_bytes() for path in end.folder.glob("*.safetensors")} for end in ends]
-    assert files[0] == files[1]
-    assert names_in(run) == names_in(other)
-    told = [[{k: v for k, v in row.items() if k not in TIMING} for row in rows_of(each)] for each in (run, other)]
-    assert told[0] == told[1]
 
 
 def wait_until(happened, process, seconds=60):
@@ -202,6 +189,32 @@ def test_a_second_signal_ends_a_run_at_once(number, code, tmp_path):
     process.join(10)
     assert process.exitcode == code
     assert last_saved(tmp_path / "run") == 0
+
+
+def test_a_signal_that_comes_twice_at_once_to_many_processes_is_one(tmp_path):
+    make_data(tmp_path)
+    processes = start_ranks(tmp_path / "run", tmp_path, {"steps": 50, "save_every": 1000, "sleep": 0.4})
+    wait_until(lambda: last_logged(tmp_path / "run") >= 1, processes[0])
+    for _ in ("Slurm", "torchrun"):
+        for process in processes:
+            os.kill(process.pid, signal.SIGTERM)
+        time.sleep(0.05)
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 143
+    assert last_saved(tmp_path / "run") == last_logged(tmp_path / "run") + 1
+
+
+def test_what_comes_later_than_the_same_signal_would_ends_the_process(monkeypatch):
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    with Interruption(same_seconds=0.2) as interruption:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+        assert (interruption.signal, ended) == (signal.SIGINT, [])
+        time.sleep(0.25)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert ended == [143]
 
 
 @pytest.mark.long

@@ -107,6 +107,18 @@ def test_an_all_padding_row_is_untouched_and_its_loss_is_zero():
     assert all(gradient is None or gradient.isfinite().all() for gradient in gradients(model).values())
 
 
+@pytest.mark.parametrize(("changes", "length"), [({}, 0), ({"selection": "threshold", "cutoff": 1e9}, 23)])
+def test_where_no_token_is_routed_gradients_are_zero_and_not_none(changes, length):
+    model, tokens = tiny_model(tie_embeddings=False, **changes), tiny_tokens()
+    out = model(tokens, targets=tokens, lengths=torch.tensor([length] * 3), mode="topk")
+    assert not any(routing.chosen_BT.any() for routing in out.routings)
+    train_loss(out).backward()
+    for number in model.config.routed_layers:
+        for name, parameter in model.layers[number].named_parameters():
+            assert parameter.grad is not None, name
+            assert not parameter.grad.any(), name
+
+
 # -- law 5
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from modepth import RoutingConfig, flops
 from modepth.config import TrainConfig
-from modepth.schedule import learning_rate_at, num_steps, routing_at, step_flops
+from modepth.schedule import flops_until, learning_rate_at, num_steps, routing_at, step_flops
 from tests.oracles import tiny_config
 
 
@@ -35,6 +35,18 @@ def test_the_length_of_a_run_in_steps_tokens_or_flops():
     one = 3 * flops.training_flops(model, 20, half_causal=True)
     assert steps * one <= 1e10 < (steps + 1) * one
     assert step_flops(config, model) == one
+
+
+def test_the_flops_of_a_run_are_those_of_its_steps_each_at_its_own_capacity():
+    model = tiny_config(capacity=0.25)
+    falling = TrainConfig(steps=40, batch_size=2, length=32, capacity_warmup=0.5, capacity_stages=3)
+    expected = 0
+    for step in range(41):
+        assert flops_until(step, 40, falling, model) == expected
+        now = replace(model, routing=routing_at(step, 40, falling, model.routing))
+        expected += 2 * flops.training_flops(now, 32, half_causal=True)
+    assert flops_until(40, 40, falling, model) > 40 * step_flops(falling, model)
+    assert flops_until(7, 40, falling, replace(model, routing=None)) == 7 * step_flops(falling, flops.dense(model))
 
 
 @pytest.mark.parametrize("budget", [{"tokens": 59}, {"target_flops": 1000.0}])

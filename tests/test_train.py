@@ -2,8 +2,6 @@
 
 import copy
 import math
-import os
-import signal
 from dataclasses import replace
 
 import pytest
@@ -13,7 +11,7 @@ from modepth import Transformer
 from modepth.run import ALONE, DivergedError, Stopped, load, train
 from modepth.train import cutoff_score, evaluate, make_optimizer, routing_row, train_step, windows_to_batch
 from tests.oracles import tiny_config, tiny_model, tiny_tokens
-from tests.training import CONFIG, make_data, new_model, ragged_batch, rows_of
+from tests.training import CONFIG, TIMING, make_data, new_model, ragged_batch, rows_of, stop_after
 
 
 @pytest.fixture
@@ -51,15 +49,23 @@ def test_a_batch_without_targets_counts_nothing():
         assert torch.equal(value, before[name])
 
 
-@pytest.mark.parametrize("place", ["loss", "router"])
-def test_an_update_that_is_not_finite_is_not_applied_and_named(place):
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("place", "named"),
+    [("loss", "the loss"), ("gradient", "the gradient"), ("router", "a router score of layer 1")],
+)
+def test_an_update_that_is_not_finite_is_not_applied_and_named(place, named, bad):
     model = tiny_model(predictor=5, tie_embeddings=False)
-    poisoned = model.lm_head.weight if place == "loss" else model.layers[1].router.score.weight
-    with torch.no_grad():
-        poisoned[0, 0] = math.nan
+    if place == "gradient":
+        model.layers[0].mlp.down_proj.weight.register_hook(
+            lambda gradient: gradient.index_fill(0, torch.tensor(3), bad)
+        )
+    else:
+        with torch.no_grad():
+            (model.lm_head if place == "loss" else model.layers[1].router.score).weight[0, 0] = bad
     before = copy.deepcopy(model.state_dict())
     result = train_step(model, make_optimizer(model, CONFIG), windows_to_batch(tiny_tokens()), CONFIG, ALONE)
-    assert result.problem == {"loss": "the loss", "router": "a router score of layer 1"}[place]
+    assert result.problem == named
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, before[name], rtol=0, atol=0, equal_nan=True)
 
@@ -150,19 +156,14 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bits(data, tmp_path):
     whole = new_model()
     train(whole, CONFIG, data, tmp_path / "whole")
 
-    def stop_at_six(row):
-        if row["step"] == 6 and "loss" in row:
-            os.kill(os.getpid(), signal.SIGTERM)
-
     with pytest.raises(Stopped, match="stopped by signal 15; the same command goes on from here"):
-        train(new_model(), CONFIG, data, tmp_path / "parts", on_row=stop_at_six)
+        train(new_model(), CONFIG, data, tmp_path / "parts", on_row=stop_after(6))
     resumed = new_model()
     train(resumed, CONFIG, data, tmp_path / "parts")
     for name, value in whole.state_dict().items():
         assert torch.equal(resumed.state_dict()[name], value), name
-    timing = {"seconds", "tokens_per_second", "flops_per_second", "share_of_peak"}
     plain = [
-        [{k: v for k, v in row.items() if k not in timing} for row in rows_of(tmp_path / n)] for n in ("whole", "parts")
+        [{k: v for k, v in row.items() if k not in TIMING} for row in rows_of(tmp_path / n)] for n in ("whole", "parts")
     ]
     assert plain[0] == plain[1]
 
@@ -177,10 +178,65 @@ def test_another_model_in_the_same_run_is_refused_and_another_learning_rate_reco
 
 
 def test_a_run_stops_after_so_many_bad_steps_and_keeps_its_last_good_weights(data, tmp_path):
-    model = new_model()
-    with pytest.raises(DivergedError, match="3 updates in a row could not be applied"):
+    model, after = new_model(), {}
+    config = replace(CONFIG, learning_rate=1e30, warmup=0.0, clip=1e30, max_bad_steps=3)
+    with pytest.raises(
+        DivergedError, match=r"3 updates in a row .* the last at step 3: a router score of layer 1 is not"
+    ):
         train(
-            model, replace(CONFIG, learning_rate=1e30, warmup=0.0, clip=1e30, max_bad_steps=3), data, tmp_path / "run"
+            model,
+            config,
+            data,
+            tmp_path / "run",
+            on_row=lambda row: after.update({row["step"]: copy.deepcopy(model.state_dict())}),
         )
-    events = [row for row in rows_of(tmp_path / "run") if row.get("event") == "update not applied"]
-    assert len(events) == 3
+    told = [(row["step"], row.get("event"), row.get("reason")) for row in rows_of(tmp_path / "run")]
+    bad = "a router score of layer 1 is not finite"
+    assert told == [(0, None, None), *((step, "update not applied", bad) for step in (1, 2, 3))]
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, after[0][name]), name
+
+
+def poison(model, steps):
+    """The loss of these training steps becomes NaN."""
+    seen = iter(range(1000))
+
+    def hook(module, arguments, out):
+        return out * math.nan if model.training and next(seen) in steps else out
+
+    model.lm_head.register_forward_hook(hook)
+
+
+def test_a_good_step_between_bad_ones_starts_their_count_anew(data, tmp_path):
+    model = new_model()
+    poison(model, {1, 2, 4, 5})
+    train(model, replace(CONFIG, max_bad_steps=3), data, tmp_path / "run")
+    rows = [row for row in rows_of(tmp_path / "run") if "validation" not in row]
+    assert [row["step"] for row in rows] == list(range(12))
+    assert [(row["step"], row["reason"]) for row in rows if "event" in row] == [
+        (step, "the loss is not finite") for step in (1, 2, 4, 5)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("router", "layer 1: the router score of row 0, token 0 is nan"),
+        ("loss", "the loss is nan: look for an overflow"),
+    ],
+)
+def test_an_evaluation_that_is_not_finite_raises_and_leaves_the_model_as_it_was(data, place, message):
+    model = new_model(tie_embeddings=False).train()
+    where = model.layers[1].router.score if place == "router" else model.lm_head
+    torch.nn.init.constant_(where.weight, math.nan)
+    with pytest.raises(FloatingPointError, match=rf"validation\.tokens: {message}"):
+        evaluate(model, data.validation, length=16, num_windows=2, batch_size=2, world=ALONE, mode="topk")
+    assert model.training
+
+
+@pytest.mark.parametrize("batch_size", [0, -1, 2.0])
+def test_an_evaluation_of_no_windows_at_a_time_is_refused(data, batch_size):
+    with pytest.raises(ValueError, match="batch_size must be a whole number >= 1, got "):
+        evaluate(
+            new_model(), data.validation, length=16, num_windows=2, batch_size=batch_size, world=ALONE, mode="topk"
+        )

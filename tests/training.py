@@ -1,14 +1,17 @@
 """Small runs for the tests: their data, model, config and rows."""
 
 import json
+import os
+import signal
 
 import torch
 
-from modepth import Transformer
+from modepth import Transformer, checkpoint
 from modepth.config import TrainConfig
 from modepth.data import TokenWriter, open_tokens
 from modepth.run import Data
 from modepth.train import Batch
+from tests.checkpoints import names_in
 from tests.oracles import tiny_config, tiny_tokens
 
 CONFIG = TrainConfig(
@@ -45,3 +48,32 @@ def ragged_batch():
 
 def rows_of(run):
     return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+
+
+TIMING = {"seconds", "tokens_per_second", "flops_per_second", "share_of_peak"}
+
+
+def assert_same_end(run, other):
+    """The last checkpoints are equal byte for byte, nothing was left behind, and the logs tell one story."""
+    ends = [checkpoint.newest(each) for each in (run, other)]
+    assert ends[0].step == ends[1].step
+    files = [{path.name: path.read_bytes() for path in end.folder.glob("*.safetensors")} for end in ends]
+    assert files[0] == files[1]
+    assert names_in(run) == names_in(other)
+    told = [[{k: v for k, v in row.items() if k not in TIMING} for row in rows_of(each)] for each in (run, other)]
+    assert told[0] == told[1]
+
+
+def stop_after(step):
+    """For a run's `on_row`: end it, politely, in the step of this number."""
+
+    def on_row(row):
+        if row["step"] == step and "loss" in row:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return on_row
+
+
+def contents(folder):
+    """Every file below a folder, by name: to see that nothing changed."""
+    return {path.relative_to(folder): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}

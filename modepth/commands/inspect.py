@@ -18,7 +18,7 @@ from modepth.files import plain_size, read_json
 from modepth.flops import dense, forward_flops, num_parameters
 from modepth.run_folder import step_folder, steps
 from modepth.runlog import RunLog
-from modepth.schedule import num_steps, step_flops, window_length
+from modepth.schedule import flops_until, num_steps, window_length
 
 EXAMPLES = """\
 examples:
@@ -251,7 +251,7 @@ def training_cells(config: RunConfig) -> Cells:
         *([name, shown(value), shown(DEFAULTS[name])] for name, value in given.items()),
         ["steps in all", shown(count), ""],
         ["tokens in all", shown(tokens), ""],
-        ["FLOPs in all", f"{count * step_flops(train, config.model):.3e}", ""],
+        ["FLOPs in all", f"{flops_until(count, count, train, config.model):.3e}", ""],
     ]
 
 

@@ -11,13 +11,13 @@ import yaml
 
 from modepth.commands.table import print_table
 from modepth.config import RunConfig, build, read_plain
-from modepth.data import open_tokens
 from modepth.flags import add_flags, flags_given, laid_over
 from modepth.flops import forward_flops, num_parameters
 from modepth.model import Transformer
 from modepth.progress import StepProgress
-from modepth.run import ALONE, load, open_data, train
+from modepth.run import ALONE, load, open_data, open_split, train
 from modepth.schedule import num_steps
+from modepth.textfile import replace_text
 from modepth.tokenizer import load_tokenizer, save_tokenizer
 from modepth.tracking import Tracker, check_tensorboard
 from modepth.train import evaluate
@@ -92,7 +92,7 @@ def run_train(options: argparse.Namespace) -> None:
 def train_in(world: World, config: RunConfig, options: argparse.Namespace) -> None:
     torch.manual_seed(config.train.seed)
     model = Transformer(config.model)
-    data = open_data(options.data, config.model)
+    data = open_data(options.data, config.model, world)
     steps = num_steps(config.train, config.model)
     with StepProgress(steps, quiet=not world.is_first) as show, Tracker() as track:
 
@@ -126,7 +126,7 @@ def train_in(world: World, config: RunConfig, options: argparse.Namespace) -> No
 def remember_data(run: Path, data: Path) -> None:
     """A run keeps its tokenizer, and where its data was."""
     save_tokenizer(load_tokenizer(data), run)
-    (run / "data.txt").write_text(f"{data.resolve()}\n")
+    replace_text(run / "data.txt", f"{data.resolve()}\n")
 
 
 def data_of(run: Path) -> Path:
@@ -140,7 +140,7 @@ def run_eval(options: argparse.Namespace) -> None:
     folder = Path(options.folder)
     data = Path(options.data) if options.data is not None else data_of(folder)
     model = load(folder)
-    tokens = open_tokens(data / f"{options.split}.tokens")
+    tokens = open_split(data, options.split, model.config)
     result = evaluate(
         model,
         tokens,
