@@ -5,10 +5,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from modepth import flops, losses
+    from modepth.calibration import calibrate
     from modepth.config import LossWeights, ModelConfig, RoutingConfig
+    from modepth.generation import generate, stream
     from modepth.layer import MixtureOfDepths
     from modepth.model import Output, Transformer, check_tokens
     from modepth.routing import Router, Routing, apply_routed, num_routed
+    from modepth.run import load
+    from modepth.sampling import Sampling
     from modepth.trace import record
 
 __all__ = [
@@ -19,21 +23,30 @@ __all__ = [
     "Router",
     "Routing",
     "RoutingConfig",
+    "Sampling",
     "Transformer",
     "apply_routed",
+    "calibrate",
     "check_tokens",
     "flops",
+    "generate",
+    "load",
     "losses",
     "num_routed",
     "record",
+    "stream",
 ]
 
 # A name is loaded when it is first used, so that what needs no torch (plots, reports) does not wait for it.
 _HOMES = {
+    "calibration": ("calibrate",),
     "config": ("LossWeights", "ModelConfig", "RoutingConfig"),
+    "generation": ("generate", "stream"),
     "layer": ("MixtureOfDepths",),
     "model": ("Output", "Transformer", "check_tokens"),
     "routing": ("Router", "Routing", "apply_routed", "num_routed"),
+    "run": ("load",),
+    "sampling": ("Sampling",),
     "trace": ("record",),
 }
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from modepth.config import RoutingConfig
-from modepth.generate import inference
+from modepth.generation import inference
 from modepth.model import Transformer, check_tokens
 from modepth.routing import num_routed, rule_score
 

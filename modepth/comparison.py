@@ -18,7 +18,7 @@ import torch
 from modepth import flops
 from modepth.data import TokenFile, evaluation_windows, read_windows
 from modepth.formats import percent
-from modepth.generate import generate, run_rows, start_rows
+from modepth.generation import generate, run_rows, start_rows
 from modepth.model import Transformer
 from modepth.plots import Figure, loss_against_flops, save_figure, score_histograms, token_map
 from modepth.report import read_log, results, write_run_report

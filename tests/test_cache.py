@@ -76,13 +76,10 @@ WAYS = {
 
 @pytest.mark.law
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("num_kv_heads", [6, 2])
 @pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("choice", CHOICES, ids=str)
-def test_every_way_of_reading_equals_one_full_forward(choice, part, num_kv_heads, way):
-    if choice.get("weigh_bypass") and part != "block":
-        part = "block"
-    model = model_of(part=part, num_kv_heads=num_kv_heads, **choice)
+@pytest.mark.parametrize("choice", [*CHOICES, *({**RULES[0], "num_kv_heads": heads} for heads in (6, 1))], ids=str)
+def test_every_way_of_reading_equals_one_full_forward(choice, part, way):
+    model = model_of(part=part, **choice)
     rows = rows_of(LENGTHS)
     got, _ = read_all(model, rows, WAYS[way])
     assert_same(got, full(model, rows))

@@ -367,6 +367,20 @@ def test_the_commands_and_the_snippet_of_the_page_on_training_run(tmp_path, monk
     assert written >= {name.split("/")[0] for name in re.findall(r"^\| `(.+?)` \|", page, flags=re.MULTILINE)}
 
 
+def test_the_commands_and_the_snippet_of_the_page_on_generation_run(trained, tmp_path, monkeypatch, capsys):
+    page = (ROOT / "docs" / "generation.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "tiny").symlink_to(trained)
+    (commands,) = re.findall(r"```sh\n(.*?)```", page, flags=re.DOTALL)
+    for line in commands.splitlines():
+        assert main(shlex.split(line)[1:]) == 0, line
+        assert json.loads(capsys.readouterr().out.splitlines()[-1])["run"] == "runs/tiny"
+    (snippet,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    exec(snippet, {})
+    assert capsys.readouterr().out.splitlines() == re.findall(r"print.*  # (.*)", snippet)
+
+
 def test_there_is_a_flag_for_every_field_of_every_config(capsys):
     with pytest.raises(SystemExit):
         main(["train", "--help"])

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from modepth.calibration import calibrate
-from modepth.generate import generate, stream
+from modepth.generation import generate, stream
 from modepth.sampling import Sampling
 from modepth.text_stream import TextStream
 from modepth.tokenizer import ByteTokenizer
@@ -178,6 +178,7 @@ def test_a_router_score_that_is_nan_is_raised_with_its_layer():
 # -- the dial
 
 
+@pytest.mark.law
 @pytest.mark.parametrize("choice", RULES, ids=str)
 @pytest.mark.parametrize("part", PARTS)
 def test_a_calibrated_model_routes_the_share_that_was_asked_for(choice, part):

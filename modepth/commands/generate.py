@@ -15,7 +15,7 @@ from modepth.commands.table import LAYOUT, printable
 from modepth.commands.train import data_of
 from modepth.config import ModelConfig, RoutingConfig, Rule
 from modepth.data import evaluation_windows, open_tokens, read_windows
-from modepth.generate import Row, run_rows, start_rows
+from modepth.generation import Row, run_rows, start_rows
 from modepth.model import Transformer
 from modepth.run import load
 from modepth.sampling import Sampling
