@@ -102,16 +102,18 @@ def html_table(rows: Table) -> str:
     if not rows:
         return ""
     columns = list(dict.fromkeys(column for row in rows for column in row))
-    head = "".join(f'<th scope="col">{escaped(column)}</th>' for column in columns)
+    cells = {column: [row.get(column) for row in rows] for column in columns}
+    # Numbers to the right; to the left a column that holds nothing but text.
+    sides = {
+        column: " class=text" if all(isinstance(cell, str) for cell in cells[column]) else "" for column in columns
+    }
+    head = "".join(f'<th scope="col"{sides[column]}>{escaped(column)}</th>' for column in columns)
     lines = [f"<thead><tr>{head}</tr></thead>", "<tbody>"]
-    for row in rows:
-        first, *others = (row.get(column) for column in columns)
-        lines.append(f'<tr><th scope="row">{escaped(shown(first))}</th>{"".join(map(html_cell, others))}</tr>')
+    first, *others = columns
+    for number in range(len(rows)):
+        row = "".join(f"<td{sides[column]}>{escaped(shown(cells[column][number]))}</td>" for column in others)
+        lines.append(f'<tr><th scope="row">{escaped(shown(cells[first][number]))}</th>{row}</tr>')
     return "\n".join(('<div class="scroll"><table>', *lines, "</tbody>", "</table></div>"))
-
-
-def html_cell(value: object) -> str:
-    return f"<td{' class=text' if isinstance(value, str) else ''}>{escaped(shown(value))}</td>"
 
 
 def html_figure(caption: str, figure: Figure) -> str:
@@ -160,10 +162,16 @@ def write_run_report(
         path,
         title=title,
         intro=intro,
-        table=[{"run": name, **known.get(name, {}), **results(rows)} for name, rows in logs.items()],
+        table=side_by_side({name: {**known.get(name, {}), **results(rows)} for name, rows in logs.items()}),
         figures=[curves, *figures],
         sections=sections,
     )
+
+
+def side_by_side(facts: Mapping[str, Mapping[str, object]]) -> Table:
+    """A row for each quantity, a column for each run."""
+    names = dict.fromkeys(name for each in facts.values() for name in each)
+    return [{"": name, **{run: each.get(name) for run, each in facts.items()}} for name in names]
 
 
 def read_log(folder: str | Path) -> list[dict[str, Any]]:
