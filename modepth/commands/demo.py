@@ -31,7 +31,7 @@ The same command again goes on where it was stopped.
 DENSE = ModelConfig(vocab_size=2048, num_layers=7, dim=128, num_heads=4, max_length=256)
 MODELS = {"dense": DENSE, "MoD": replace(DENSE, routing=RoutingConfig(capacity=0.125, every=2))}
 TRAINING = TrainConfig(
-    target_flops=7e12, batch_size=8, learning_rate=3e-3, eval_every=100, eval_windows=128, save_every=200, log_every=5
+    target_flops=7e12, batch_size=8, learning_rate=2e-3, eval_every=100, eval_windows=128, save_every=200, log_every=5
 )
 
 
