@@ -31,7 +31,7 @@ from modepth.train import make_optimizer, train_step, windows_to_batch
 
 SHAPES = [(256, 256), (256, 1024), (512, 256), (512, 1024)]  # width, tokens of a row
 VOCABULARY = 2048
-QUICK_SECONDS = 30  # for the rounds of all shapes
+QUICK_SECONDS = 22  # for the rounds of all shapes
 LOOP_STEPS = 20
 
 
