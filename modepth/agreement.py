@@ -34,7 +34,9 @@ def check_same_start(
             raise ValueError(f"the processes were started differently: {'; '.join(found)}; start all of them alike")
 
 
-def check_same_run(found: Checkpoint, model_config: ModelConfig, config: TrainConfig, world: World) -> str:
+def check_same_run(
+    found: Checkpoint, model_config: ModelConfig, config: TrainConfig, data: TokenFile, world: World
+) -> str:
     """Refuse another model, warn where bits may differ; what changed in the training config."""
     before, now = (plain(model_config_to_dict(each)) for each in (saved_model(found), model_config))
     changed = differences(before, now)
@@ -43,7 +45,7 @@ def check_same_run(found: Checkpoint, model_config: ModelConfig, config: TrainCo
             f"{found.folder}: holds another model: {'; '.join(changed)}; "
             "choose another run folder, or restore the config"
         )
-    other = differences(found.state["setting"], setting(config, world))
+    other = differences(found.state["setting"], setting(config, data, world))
     if other:
         warnings.warn(f"going on at step {found.step}, but not bit-exact: {'; '.join(other)}", stacklevel=2)
     return "; ".join(differences(found.state["train"], plain(asdict(config))))
@@ -62,9 +64,10 @@ def saved_model(found: Checkpoint) -> ModelConfig:
         raise ValueError(f"{path}: model: {error}") from error
 
 
-def setting(config: TrainConfig, world: World) -> dict[str, Any]:
+def setting(config: TrainConfig, data: TokenFile, world: World) -> dict[str, Any]:
     """What must be equal for a resumed run to be bit-exact."""
     return {
+        "data": data.sha256,
         "world_size": world.size,
         "parallel": config.parallel if world.size > 1 else None,
         "threads": torch.get_num_threads(),

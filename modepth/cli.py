@@ -20,6 +20,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Stopped as stop:
         print(f"modepth {options.command}: {stop}", file=sys.stderr)
         return 128 + stop.signal
+    except KeyboardInterrupt:
+        print(f"modepth {options.command}: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     except BrokenPipeError:  # who read our output has left, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE

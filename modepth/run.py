@@ -268,7 +268,7 @@ class Loop:
                 "model": pieces(model_tensors(self.model)),
                 "optimizer": pieces(optimizer_tensors(self.model, self.optimizer)),
             },
-            state | {"setting": setting(self.config, self.world)},
+            state | {"setting": setting(self.config, self.data.train, self.world)},
             rank=self.world.rank,
             exchange=self.world.exchange,
         )
@@ -292,7 +292,7 @@ class Loop:
             )
         changed = ""
         if found is not None:
-            changed = check_same_run(found, self.model.config, self.config, self.world)
+            changed = check_same_run(found, self.model.config, self.config, self.data.train, self.world)
             checkpoint.in_step(self.world.exchange, lambda: self.load(found))
         if self.world.is_first:
             write_config(self.folder, self.model.config, self.config)

@@ -487,6 +487,15 @@ def test_recipes_are_configs(capsys):
         assert capsys.readouterr().out
 
 
+def test_ctrl_c_is_one_line_and_exit_code_130(monkeypatch, capsys):
+    def interrupt(path):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("modepth.commands.flops.read_model_config", interrupt)
+    assert main(["flops", "some.yaml"]) == 130
+    assert capsys.readouterr().err == "modepth flops: interrupted\n"
+
+
 def test_a_reader_that_leaves_gets_no_complaint():
     command = [sys.executable, "-m", "modepth", "flops", str(ROOT / "examples" / "decoder.yaml")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)

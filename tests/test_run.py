@@ -161,6 +161,14 @@ def test_other_threads_or_another_torch_go_on_with_a_warning(data, tmp_path, mon
     assert checkpoint.newest(tmp_path / "run").step == 12
 
 
+def test_other_data_go_on_with_a_warning(data, tmp_path):
+    stopped_run(data, tmp_path / "run", 5)
+    (tmp_path / "other").mkdir()
+    other = make_data(tmp_path / "other", seed=1)
+    with pytest.warns(UserWarning, match=f"data was {data.train.sha256}, is {other.train.sha256}"):
+        train(new_model(), CONFIG, other, tmp_path / "run")
+
+
 def test_fewer_steps_than_were_done_are_refused_and_the_run_left_as_it_was(data, tmp_path):
     train(new_model(), CONFIG, data, tmp_path / "run")
     before = contents(tmp_path / "run")
