@@ -18,6 +18,7 @@ def calibrate(
     Layer by layer, since what a layer sees depends on what those before it routed: the threshold is the score that
     `capacity` of all the tokens reach. Pass the result as `routing=` to the model or to `generate`.
 
+    >>> import torch
     >>> from modepth import ModelConfig, RoutingConfig, Transformer
     >>> config = ModelConfig(vocab_size=101, num_layers=4, dim=32, num_heads=2, routing=RoutingConfig())
     >>> model, tokens = Transformer(config), torch.randint(101, (4, 50))
