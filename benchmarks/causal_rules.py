@@ -18,18 +18,18 @@ from tqdm import tqdm
 
 from modepth import LossWeights, ModelConfig, RoutingConfig, Transformer, calibrate, load
 from modepth.config import TrainConfig
-from modepth.data import evaluation_windows, open_tokens, read_windows
+from modepth.data import open_tokens, read_windows, spread_windows
 from modepth.run import open_data, train
 from modepth.train import routing_row
 
 CAPACITY = 0.125
-DIAL = (0.05, 0.125, 0.25, 0.5, 0.75, 1.0)
+DIAL = (0.05, 0.125, 0.25, 0.5, 1.0)
 ARMS = {
     "predictor": RoutingConfig(capacity=CAPACITY, every=2, predictor=32),
     "bce": RoutingConfig(capacity=CAPACITY, every=2, losses=LossWeights(router=0.01)),
 }
 SHAPE = ModelConfig(vocab_size=2048, num_layers=7, dim=128, num_heads=4, max_length=256)
-WINDOWS = 256  # of a split
+WINDOWS = 128  # of a split
 
 
 def trained(arm: str, seed: int, steps: int, data: Path, runs: Path) -> Transformer:
@@ -46,7 +46,7 @@ def trained(arm: str, seed: int, steps: int, data: Path, runs: Path) -> Transfor
 
 def windows(data: Path, split: str) -> torch.Tensor:
     tokens = open_tokens(data / f"{split}.tokens")
-    return read_windows(tokens, evaluation_windows(tokens, SHAPE.max_length)[:WINDOWS], SHAPE.max_length)
+    return read_windows(tokens, spread_windows(tokens, SHAPE.max_length, WINDOWS), SHAPE.max_length)
 
 
 @torch.no_grad()

@@ -221,6 +221,12 @@ def evaluation_windows(token_file: TokenFile, length: int) -> NDArray[np.int64]:
     return np.arange(num_windows(token_file, length))
 
 
+def spread_windows(token_file: TokenFile, length: int, count: int) -> NDArray[np.int64]:
+    """At most `count` windows, evenly spread, so that they come from many documents."""
+    number = num_windows(token_file, length)
+    return np.unique(np.linspace(0, number - 1, min(count, number)).round().astype(np.int64))
+
+
 def global_batch_rows(
     token_file: TokenFile, *, seed: int, step: int, batch_size: int, length: int
 ) -> NDArray[np.int64]:

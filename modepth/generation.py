@@ -53,11 +53,9 @@ class Row:
     def __init__(self, model: Transformer, prompt: Sequence[int], sampling: Sampling, text: TextStream | None) -> None:
         config = model.config
         if not prompt:
-            raise ValueError("a prompt is empty: give at least one token, for instance the end of text")
+            raise ValueError("is empty: give at least one token, for instance the end of text")
         if len(prompt) > config.max_length:
-            raise ValueError(
-                f"a prompt of {len(prompt)} tokens is more than the model's max_length {config.max_length}"
-            )
+            raise ValueError(f"{len(prompt)} tokens are more than the model's max_length {config.max_length}")
         check_tokens(torch.tensor([list(prompt)]), config.vocab_size)
         if sampling.stop_strings and text is None:
             raise ValueError("stop_strings need a tokenizer: generate(..., tokenizer=...)")
@@ -138,12 +136,14 @@ def note_layers(
 def inference(model: Transformer) -> Iterator[None]:
     """No gradients, no dropout; the model is left as it was."""
     training = model.training
-    model.eval()
+    if training:  # else there is nothing to switch, and a walk over all modules would cost each token
+        model.eval()
     try:
         with torch.inference_mode():
             yield
     finally:
-        model.train(training)
+        if training:
+            model.train()
 
 
 def start_rows(
@@ -158,9 +158,12 @@ def start_rows(
     if len(each) != len(prompts):
         raise ValueError(f"give one Sampling, or one for each of the {len(prompts)} prompts, got {len(each)}")
     rows = []
-    for prompt, how in zip(prompts, each, strict=True):
+    for number, (prompt, how) in enumerate(zip(prompts, each, strict=True), start=1):
         text = None if tokenizer is None else TextStream(tokenizer, how.stop_strings)
-        rows.append(Row(model, prompt_tokens(prompt, tokenizer), how, text))
+        try:
+            rows.append(Row(model, prompt_tokens(prompt, tokenizer), how, text))
+        except ValueError as error:
+            raise ValueError(f"prompt {number}: {error}") from error
     return rows
 
 
@@ -168,7 +171,7 @@ def prompt_tokens(prompt: Prompt, tokenizer: Tokenizer | None) -> Sequence[int]:
     if not isinstance(prompt, str):
         return prompt
     if tokenizer is None:
-        raise ValueError("a prompt that is text needs a tokenizer: generate(..., tokenizer=load_tokenizer(RUN))")
+        raise ValueError("text needs a tokenizer: generate(..., tokenizer=load_tokenizer(RUN))")
     return tokenizer.encode(prompt)
 
 

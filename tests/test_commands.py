@@ -459,7 +459,7 @@ def test_the_rule_and_the_dial_change_what_is_routed(flags, trained, capsys):
         (["--max-tokens", "0"], "max_tokens must be a whole number >= 1, got 0"),
         (["--capacity", "2"], "capacity must be a number in (0, 1], got 2.0"),
         (["--chunk", "0"], "chunk must be a whole number >= 1, got 0"),
-        (["-p", "x" * 40], "a prompt of 40 tokens is more than the model's max_length 32"),
+        (["-p", "x" * 40], "prompt 2: 40 tokens are more than the model's max_length 32"),
     ],
 )
 def test_a_mistake_in_generate_is_one_line(flags, message, trained, capsys):

@@ -18,6 +18,7 @@ from modepth.data import (
     open_tokens,
     rank_rows,
     read_windows,
+    spread_windows,
     verify_hash,
 )
 
@@ -277,3 +278,10 @@ def test_impossible_batches_are_errors_with_the_range(tokens):
         rank_rows(rows, rank=0, world_size=4)
     with pytest.raises(ValueError, match=r"rank must be in 0..1, got 2"):
         rank_rows(rows, rank=2, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"), [(1, [0]), (3, [0, 4, 9]), (10, list(range(10))), (99, list(range(10)))]
+)
+def test_spread_windows_reach_from_the_first_to_the_last(tmp_path, count, expected):
+    assert spread_windows(write_tokens(tmp_path / "some.tokens", [1] * 51), 5, count).tolist() == expected
