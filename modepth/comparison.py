@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from modepth import flops
-from modepth.data import TokenFile, evaluation_windows, read_windows
+from modepth.data import TokenFile, read_windows, spread_windows
 from modepth.formats import percent
 from modepth.generation import generate, run_rows, start_rows
 from modepth.model import Transformer
@@ -81,7 +81,7 @@ class Speech(NamedTuple):
 
 def speak(model: Transformer, validation: TokenFile, tokenizer: Tokenizer) -> Speech:
     """Continue the beginning of the validation text, token by token."""
-    prompt = validation.ids[: min(PROMPT, model.config.max_length // 2)].tolist()
+    prompt = validation.ids[: max(1, min(PROMPT, model.config.max_length // 2))].tolist()
     sampling = Sampling(max_tokens=SAMPLE, temperature=0.7, top_p=0.95)
     generate(model, [prompt], Sampling(max_tokens=2))  # the first pass sets kernels up
     rows = start_rows(model, [prompt], sampling, tokenizer)
@@ -115,7 +115,7 @@ def model_facts(model: Transformer) -> dict[str, object]:
 def routing_pictures(name: str, model: Transformer, validation: TokenFile, tokenizer: Tokenizer) -> list[Picture]:
     """A map of a snippet and the histograms of the scores, decided as generation decides: token by token."""
     length = model.config.max_length
-    windows_BT = read_windows(validation, evaluation_windows(validation, length)[:SCORED], length)[:, :-1]
+    windows_BT = read_windows(validation, spread_windows(validation, length, SCORED), length)[:, :-1]
     with torch.no_grad(), record(model) as trace:
         model(windows_BT)
     # The end of a window: its tokens have the most to look back on.

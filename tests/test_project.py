@@ -100,7 +100,7 @@ MAY_IMPORT = {
         "sampling",
         "tokenizer",
     },
-    "commands.report": {"commands.table", "commands.train", "comparison", "data", "run", "tokenizer"},
+    "commands.report": {"commands.table", "commands.train", "comparison", "run", "tokenizer"},
     "commands.train": {
         "commands.table",
         "config",

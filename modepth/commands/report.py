@@ -6,8 +6,7 @@ from pathlib import Path
 
 from modepth.commands.table import print_columns
 from modepth.commands.train import data_of
-from modepth.data import open_tokens
-from modepth.run import load
+from modepth.run import load, open_split
 from modepth.tokenizer import load_tokenizer
 
 EXAMPLES = """\
@@ -40,9 +39,11 @@ def run(options: argparse.Namespace) -> None:
     if len(folders) < len(options.runs):
         raise ValueError("two of the runs have folders of the same name, by which they would be called: rename one")
     data = Path(options.data) if options.data is not None else data_of(Path(options.runs[0]))
+    runs = {name: Opened(folder, load(folder)) for name, folder in folders.items()}
+    validation, *_ = [open_split(data, "validation", run.model.config) for run in runs.values()]
     table, written = compare(
-        {name: Opened(folder, load(folder)) for name, folder in folders.items()},
-        open_tokens(data / "validation.tokens"),
+        runs,
+        validation,
         load_tokenizer(data),
         Path(options.out),
         title="Training runs",
