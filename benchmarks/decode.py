@@ -137,7 +137,8 @@ def against_transformers(dense: Transformer, batch: int, rounds: int, new: int) 
             pad_token_id=None,
         )
     ).eval()
-    theirs.load_state_dict(dense.state_dict())
+    names = {name: name if name.startswith("lm_head") else f"model.{name}" for name in dense.state_dict()}
+    theirs.load_state_dict({names[name]: value for name, value in dense.state_dict().items()})
     tokens = torch.randint(VOCABULARY, (batch, PROMPT), generator=torch.Generator().manual_seed(2))
     ratios, same = [], True
     for _ in range(rounds + 1):
