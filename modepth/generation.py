@@ -101,8 +101,7 @@ def advance(
     """Read the next tokens of all rows together; those that have read all of theirs get a new one."""
     unread = [row.unread(chunk) for row in rows]
     states_ND, routings = model.extend(unread, [row.cache for row in rows], routing=routing)
-    for each in routings:
-        each.check()
+    check_all(routings)
     if keep_layers:
         note_layers(model, rows, unread, routings)
     ends = torch.tensor([len(tokens) for tokens in unread]).cumsum(0) - 1
@@ -115,6 +114,14 @@ def advance(
         token, shown = rows[number].accept(logits_V)
         emitted.append(Emitted(number, token, shown, rows[number].reason))
     return emitted
+
+
+def check_all(routings: Sequence[Routing]) -> None:
+    """Raise if a score is not finite; one look at all layers, since it is taken at every token."""
+    scores = [score for each in routings for score in (each.logit_BT, each.predicted_BT) if score is not None]
+    if scores and not torch.stack(scores).isfinite().all():
+        for each in routings:
+            each.check()
 
 
 def note_layers(

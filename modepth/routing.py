@@ -19,6 +19,7 @@ Shapes: B batch, T tokens, K slots of the routed tokens, D width.
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple, Self, TypeVar
@@ -170,6 +171,8 @@ def choose_best(priority_BT: Tensor, willing_BT: Tensor, k_B: Tensor) -> Tensor:
 
 def lay_out(chosen_BT: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
     """Slots for the chosen tokens: index_BK and valid_BK. Chosen tokens first, each part in order of position."""
+    if num_slots == 0:
+        return chosen_BT[:, :0].long(), chosen_BT[:, :0]
     index_BK = chosen_BT.argsort(dim=1, descending=True, stable=True)[:, :num_slots]
     return index_BK, chosen_BT.gather(1, index_BK)
 
@@ -337,7 +340,7 @@ class Router(nn.Module):
 
     def scores(self, x_BTD: Tensor) -> tuple[Tensor, Tensor | None]:
         """Every token's logit, and the predictor's, which sees the stream but does not shape it."""
-        with torch.autocast(x_BTD.device.type, enabled=False):
+        with without_autocast(x_BTD.device.type):
             wide_BTD = x_BTD.to(self.score.weight.dtype)
             predicted = None if self.predictor is None else self.predictor(wide_BTD.detach()).squeeze(-1)
             return self.score(wide_BTD).squeeze(-1), predicted
@@ -352,12 +355,18 @@ class Router(nn.Module):
         return super()._apply(at_least_float32, recurse)
 
 
+def without_autocast(device: str) -> AbstractContextManager[object]:
+    """Leave autocast where it is on: entering a context costs more than a score at decode."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
 def decide(tokens: Candidates, config: RoutingConfig, mode: Mode) -> Routing:
     """Select, lay out and weigh: from scores to a Routing."""
     logit_BT, real_BT = tokens.logit_BT, tokens.real_BT
     k_B = num_routed(real_BT.sum(1), config.capacity)
     priority_BT, willing_BT = SELECTIONS[mode][config.selection](tokens, config)
     chosen_BT = choose_best(priority_BT, willing_BT, k_B) if mode == "topk" else willing_BT
+    num_chosen_B = chosen_BT.sum(1)
     gate_BT = GATES[config.gate](logit_BT)
     bypass_BT = torch.where(real_BT & ~chosen_BT, gate_BT, 1.0) if config.weigh_bypass else None
     if config.selection == "soft":
@@ -367,7 +376,7 @@ def decide(tokens: Candidates, config: RoutingConfig, mode: Mode) -> Routing:
         index_BK, valid_BK = lay_out(chosen_BT, num_routed(real_BT.shape[1], config.capacity))
     else:
         # As few slots as the fullest row needs: at inference shapes may follow the data.
-        index_BK, valid_BK = lay_out(chosen_BT, max(chosen_BT.sum(1).tolist(), default=0))
+        index_BK, valid_BK = lay_out(chosen_BT, max(num_chosen_B.tolist(), default=0))
     return Routing(
         layer=tokens.layer,
         logit_BT=logit_BT,
@@ -378,6 +387,6 @@ def decide(tokens: Candidates, config: RoutingConfig, mode: Mode) -> Routing:
         valid_BK=valid_BK,
         gate_BK=torch.where(chosen_BT, gate_BT, 0.0).gather(1, index_BK),
         bypass_BT=bypass_BT,
-        num_unfilled_B=(k_B - chosen_BT.sum(1)).clamp(min=0),
-        num_dropped_B=(willing_BT & ~chosen_BT).sum(1),
+        num_unfilled_B=(k_B - num_chosen_B).clamp(min=0),
+        num_dropped_B=willing_BT.sum(1) - num_chosen_B,
     )
