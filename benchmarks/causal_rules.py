@@ -10,8 +10,10 @@ are of the test split. One row for each arm, seed, rule and capacity; the last l
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 
 import torch
 from tqdm import tqdm
@@ -19,8 +21,8 @@ from tqdm import tqdm
 from modepth import LossWeights, ModelConfig, RoutingConfig, Transformer, calibrate, load
 from modepth.config import TrainConfig
 from modepth.data import open_tokens, read_windows, spread_windows
+from modepth.routing import Routing
 from modepth.run import open_data, train
-from modepth.train import routing_row
 
 CAPACITY = 0.125
 DIAL = (0.05, 0.125, 0.25, 0.5, 1.0)
@@ -29,13 +31,14 @@ ARMS = {
     "bce": RoutingConfig(capacity=CAPACITY, every=2, losses=LossWeights(router=0.01)),
 }
 SHAPE = ModelConfig(vocab_size=2048, num_layers=7, dim=128, num_heads=4, max_length=256)
-WINDOWS = 128  # of a split
+WINDOWS = 256  # of a split
+ROWS = 16  # computed at once
 
 
 def trained(arm: str, seed: int, steps: int, data: Path, runs: Path) -> Transformer:
     torch.manual_seed(seed)
     model = Transformer(replace(SHAPE, routing=ARMS[arm]))
-    config = TrainConfig(steps=steps, batch_size=8, seed=seed, eval_every=steps, save_every=100, learning_rate=3e-3)
+    config = TrainConfig(steps=steps, batch_size=16, seed=seed, eval_every=steps, save_every=60, learning_rate=2e-3)
     folder = runs / f"{arm}_{seed}"
     with tqdm(total=steps, desc=folder.name, unit="step") as bar:
         train(
@@ -52,20 +55,31 @@ def windows(data: Path, split: str) -> torch.Tensor:
 @torch.no_grad()
 def measure(model: Transformer, windows_BT: torch.Tensor, mode: str, routing: RoutingConfig | None) -> dict:
     """Loss, and what each routed layer did."""
-    out = model(windows_BT[:, :-1], targets=windows_BT[:, 1:], mode=mode, routing=routing)
-    shares = {str(each.layer): round(each.chosen_BT.double().mean().item(), 4) for each in out.routings}
-    return {"loss": out.loss.item(), "shares": shares}
+    losses, shares = [], []
+    for part_BT in windows_BT.split(ROWS):
+        out = model(part_BT[:, :-1], targets=part_BT[:, 1:], mode=mode, routing=routing)
+        losses.append(out.loss.item())
+        shares.append([each.chosen_BT.double().mean().item() for each in out.routings])
+    means = [round(mean(layer), 4) for layer in zip(*shares, strict=True)]
+    return {"loss": mean(losses), "shares": dict(zip(map(str, model.config.routed_layers), means, strict=True))}
 
 
 @torch.no_grad()
 def predictor_quality(model: Transformer, windows_BT: torch.Tensor) -> dict:
     """How well the predictor tells, layer by layer, what top-k takes."""
-    rows = {}
-    for routing in model(windows_BT[:, :-1], mode="topk").routings:
-        row = routing_row(routing)
-        quality = {name: round(row[name], 4) for name in ("precision", "recall", "f1")}
-        rows[str(routing.layer)] = quality | {"auc": round(area(routing.predicted_BT, routing.chosen_BT), 4)}
-    return rows
+    decisions = [model(part_BT[:, :-1], mode="topk").routings for part_BT in windows_BT.split(ROWS)]
+    return {str(layer[0].layer): quality(layer) for layer in zip(*decisions, strict=True)}
+
+
+def quality(routings: Sequence[Routing]) -> dict:
+    """Precision, recall, F1 and the area under the ROC curve of one layer's predictor."""
+    predicted_BT = torch.cat([routing.predicted_BT for routing in routings])
+    chosen_BT = torch.cat([routing.chosen_BT for routing in routings])
+    right = (chosen_BT & (predicted_BT >= 0)).sum().item()
+    precision, recall = right / max(1, (predicted_BT >= 0).sum().item()), right / chosen_BT.sum().item()
+    f1 = 2 * precision * recall / max(1e-9, precision + recall)
+    found = {"precision": precision, "recall": recall, "f1": f1, "auc": area(predicted_BT, chosen_BT)}
+    return {name: round(value, 4) for name, value in found.items()}
 
 
 def area(score_BT: torch.Tensor, chosen_BT: torch.Tensor) -> float:
@@ -99,7 +113,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path)
     parser.add_argument("runs", type=Path)
-    parser.add_argument("--steps", type=int, default=700, help="default: %(default)s")
+    parser.add_argument("--steps", type=int, default=720, help="default: %(default)s")
     parser.add_argument("--seeds", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--out", type=Path, help="also write the rows here, as JSON lines")
     options = parser.parse_args()

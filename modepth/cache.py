@@ -101,7 +101,9 @@ class LayerCache:
         G = keys_GSE.shape[0]
         if K == 1:
             # All entries are visible. The heads of a group ask as so many queries, so no key is repeated.
-            return F.scaled_dot_product_attention(q_KHE.view(G, H // G, E), keys_GSE, values_GSE).view(1, H, E)
+            # Four dimensions, or torch takes its slow path.
+            q_1GQE = q_KHE.view(1, G, H // G, E)
+            return F.scaled_dot_product_attention(q_1GQE, keys_GSE.unsqueeze(0), values_GSE.unsqueeze(0)).view(1, H, E)
         alone = self.count == K  # then the mask is the ordinary one, for which kernels skip what it hides
         mask_KS = None if alone else visible(position_K, self.position_S[: self.count])
         out_1HKE = F.scaled_dot_product_attention(

@@ -90,16 +90,10 @@ class Transformer(nn.Module):
         """
         routing = self.own_or(routing)
         self.check_shapes(tokens_BT, targets)
-        B, T = tokens_BT.shape
-        if lengths is None:
-            lengths = torch.full((B,), T, device=tokens_BT.device)
-        real_BT = real_tokens(lengths, B, T)
-        x_BTD = self.dropout(self.embed_tokens(tokens_BT))
-        position_1T = torch.arange(T, device=tokens_BT.device).unsqueeze(0)
-        rope_BTE = rotary(position_1T, self.config).to(x_BTD.dtype).expand(B, -1, -1).contiguous()
+        x_BTD, context, real_BT = self.embed(tokens_BT, lengths)
         routings = []
         for layer in self.layers:
-            x_BTD, decision = self.run_layer(layer, x_BTD, Context(rope_BTE), real_BT, mode, routing)
+            x_BTD, decision = self.run_layer(layer, x_BTD, context, real_BT, mode, routing)
             if decision is not None:
                 routings.append(decision)
         logits_BTV = self.lm_head(self.norm(x_BTD))
@@ -109,6 +103,16 @@ class Transformer(nn.Module):
             losses = router_losses(routings, routing)
             router_loss = weighted_sum(losses, routing.losses).to(logits_BTV.device)
         return Output(logits_BTV, loss, losses, router_loss, tuple(routings))
+
+    def embed(self, tokens_BT: Tensor, lengths: Tensor | None = None) -> "tuple[Tensor, Context, Tensor]":
+        """What the first layer is given: states, their context, which tokens are real."""
+        B, T = tokens_BT.shape
+        if lengths is None:
+            lengths = torch.full((B,), T, device=tokens_BT.device)
+        x_BTD = self.dropout(self.embed_tokens(tokens_BT))
+        position_1T = torch.arange(T, device=tokens_BT.device).unsqueeze(0)
+        rope_BTE = rotary(position_1T, self.config).to(x_BTD.dtype).expand(B, -1, -1).contiguous()
+        return x_BTD, Context(rope_BTE), real_tokens(lengths, B, T)
 
     def extend(
         self,

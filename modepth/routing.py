@@ -73,13 +73,13 @@ class Routing:
     logit_BT: Tensor  # the router's raw score of every token
     predicted_BT: Tensor | None  # the predictor's logit of "is chosen"
     real_BT: Tensor  # bool: not padding
+    willing_BT: Tensor  # bool: asked to be chosen; in top-k every real token does
     chosen_BT: Tensor  # bool: the decision
     index_BK: Tensor  # the token in each slot
     valid_BK: Tensor  # bool: the slot holds a token that takes part
     gate_BK: Tensor  # what blends, 0 for a token not chosen
     bypass_BT: Tensor | None  # what multiplies the output of skipped tokens (1 elsewhere), None for 1
-    num_unfilled_B: Tensor  # slots of the row's k that found no willing token
-    num_dropped_B: Tensor  # willing tokens that found no slot; in top-k every token is willing
+    capacity: float
 
     def gather(self, values: Tensor) -> Tensor:
         """The routed tokens' part of anything per token: (B, T, ...) to (B, K, ...)."""
@@ -95,6 +95,16 @@ class Routing:
         B, T = self.logit_BT.shape
         row_start_B1 = T * torch.arange(B, device=self.index_BK.device).unsqueeze(1)
         return (self.index_BK + row_start_B1).flatten()
+
+    @property
+    def num_unfilled_B(self) -> Tensor:
+        """Slots of the row's k that found no willing token."""
+        return (num_routed(self.real_BT.sum(1), self.capacity) - self.chosen_BT.sum(1)).clamp(min=0)
+
+    @property
+    def num_dropped_B(self) -> Tensor:
+        """Willing tokens that found no slot."""
+        return self.willing_BT.sum(1) - self.chosen_BT.sum(1)
 
     @property
     def finite(self) -> Tensor:
@@ -363,12 +373,11 @@ def without_autocast(device: str) -> AbstractContextManager[object]:
 def decide(tokens: Candidates, config: RoutingConfig, mode: Mode) -> Routing:
     """Select, lay out and weigh: from scores to a Routing."""
     logit_BT, real_BT = tokens.logit_BT, tokens.real_BT
-    k_B = num_routed(real_BT.sum(1), config.capacity)
+    gate = GATES[config.gate]
     priority_BT, willing_BT = SELECTIONS[mode][config.selection](tokens, config)
-    chosen_BT = choose_best(priority_BT, willing_BT, k_B) if mode == "topk" else willing_BT
-    num_chosen_B = chosen_BT.sum(1)
-    gate_BT = GATES[config.gate](logit_BT)
-    bypass_BT = torch.where(real_BT & ~chosen_BT, gate_BT, 1.0) if config.weigh_bypass else None
+    chosen_BT = willing_BT
+    if mode == "topk":
+        chosen_BT = choose_best(priority_BT, willing_BT, num_routed(real_BT.sum(1), config.capacity))
     if config.selection == "soft":
         # Every real token is computed and attends; only the chosen ones are blended.
         index_BK, valid_BK = lay_out(real_BT, real_BT.shape[1])
@@ -376,17 +385,17 @@ def decide(tokens: Candidates, config: RoutingConfig, mode: Mode) -> Routing:
         index_BK, valid_BK = lay_out(chosen_BT, num_routed(real_BT.shape[1], config.capacity))
     else:
         # As few slots as the fullest row needs: at inference shapes may follow the data.
-        index_BK, valid_BK = lay_out(chosen_BT, max(num_chosen_B.tolist(), default=0))
+        index_BK, valid_BK = lay_out(chosen_BT, max(chosen_BT.sum(1).tolist(), default=0))
     return Routing(
         layer=tokens.layer,
         logit_BT=logit_BT,
         predicted_BT=tokens.predicted_BT,
         real_BT=real_BT,
+        willing_BT=willing_BT,
         chosen_BT=chosen_BT,
         index_BK=index_BK,
         valid_BK=valid_BK,
-        gate_BK=torch.where(chosen_BT, gate_BT, 0.0).gather(1, index_BK),
-        bypass_BT=bypass_BT,
-        num_unfilled_B=(k_B - num_chosen_B).clamp(min=0),
-        num_dropped_B=willing_BT.sum(1) - num_chosen_B,
+        gate_BK=torch.where(chosen_BT.gather(1, index_BK), gate(logit_BT.gather(1, index_BK)), 0.0),
+        bypass_BT=torch.where(real_BT & ~chosen_BT, gate(logit_BT), 1.0) if config.weigh_bypass else None,
+        capacity=config.capacity,
     )
