@@ -4,7 +4,8 @@ One `Cache` is one row. A batch is a list of them, so rows join, leave and chang
 and a long one costs the others nothing. A token that skips a layer's attention writes nothing there; a dense layer
 is the case in which every token writes.
 
-Shapes: K new tokens, H heads, G heads of keys and values, E width of a head, S places of a row in a layer.
+Shapes: K new tokens, H heads, G heads of keys and values, E width of a head, S places
+of a row in a layer.
 """
 
 import itertools
@@ -69,30 +70,52 @@ class LayerCache:
     def entry_bytes(self) -> int:
         if not self.room:
             return 0
-        G, _, E = self.keys_GSE.shape
-        return 2 * G * E * self.keys_GSE.element_size() + self.position_S.element_size()
+        parts = (self.keys_GSE[:, 0], self.values_GSE[:, 0], self.position_S[0])
+        return sum(part.numel() * part.element_size() for part in parts)
 
     def append(self, k_KGE: Tensor, v_KGE: Tensor, position_K: Tensor) -> None:
         """Add the entries of the next tokens."""
         start, end = self.count, self.count + k_KGE.shape[0]
         if end > self.room:
-            self.grow(end, k_KGE, position_K)
+            self.grow(end, k_KGE, v_KGE)
         self.keys_GSE[:, start:end] = k_KGE.transpose(0, 1)
         self.values_GSE[:, start:end] = v_KGE.transpose(0, 1)
         self.position_S[start:end] = position_K
         self.count = end
 
-    def grow(self, needed: int, k_KGE: Tensor, position_K: Tensor) -> None:
+    def grow(self, needed: int, k_KGE: Tensor, v_KGE: Tensor) -> None:
         """Make room: what was expected at first, then an eighth more each time, so that copies are few."""
         room = max(needed, self.expected if self.room == 0 else self.room + self.room // 8 + 8)
-        _, G, E = k_KGE.shape
-        keys_GSE, values_GSE = k_KGE.new_empty(2, G, room, E)
-        position_S = position_K.new_empty(room, dtype=torch.int32)
+        keys_GSE, values_GSE = (x_KGE.new_empty(x_KGE.shape[1], room, x_KGE.shape[2]) for x_KGE in (k_KGE, v_KGE))
+        position_S = k_KGE.new_empty(room, dtype=torch.int32)
         if self.count:
             keys_GSE[:, : self.count] = self.keys_GSE[:, : self.count]
             values_GSE[:, : self.count] = self.values_GSE[:, : self.count]
             position_S[: self.count] = self.position_S[: self.count]
         self.keys_GSE, self.values_GSE, self.position_S, self.room = keys_GSE, values_GSE, position_S, room
+
+    def crop(self, end: int) -> None:
+        """Forget the entries of positions from `end` on."""
+        if self.count:
+            self.count = int((self.position_S[: self.count] < end).sum())
+
+    def drop(self, start: int) -> None:
+        """Forget the entries of positions before `start`; what is left moves to the front."""
+        gone = int((self.position_S[: self.count] < start).sum()) if self.count else 0
+        if gone:
+            left = slice(gone, self.count)
+            self.keys_GSE[:, : self.count - gone] = self.keys_GSE[:, left].clone()
+            self.values_GSE[:, : self.count - gone] = self.values_GSE[:, left].clone()
+            self.position_S[: self.count - gone] = self.position_S[left].clone()
+            self.count -= gone
+
+    def copy(self) -> "LayerCache":
+        """One that can go on by itself."""
+        other = LayerCache(self.expected)
+        if self.count:
+            keys_SGE, values_SGE = self.keys_GSE.transpose(0, 1), self.values_GSE.transpose(0, 1)
+            other.append(keys_SGE[: self.count], values_SGE[: self.count], self.position_S[: self.count])
+        return other
 
     def attend(self, q_KHE: Tensor, position_K: Tensor) -> Tensor:
         """What the newest K tokens, whose entries are in already, see: (K, H, E)."""

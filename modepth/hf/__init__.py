@@ -1,0 +1,11 @@
+"""Mixture-of-Depths for models of the transformers library. Importing this lets its Auto classes load such models."""
+
+from modepth.hf.calibration import calibrate
+from modepth.hf.classes import register_families
+from modepth.hf.convert import convert, restore, summary
+from modepth.hf.model import as_dense, routing_mode, set_routing
+from modepth.hf.verify import verify
+
+__all__ = ["as_dense", "calibrate", "convert", "restore", "routing_mode", "set_routing", "summary", "verify"]
+
+register_families()
