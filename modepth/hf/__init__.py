@@ -3,9 +3,10 @@
 from modepth.hf.calibration import calibrate
 from modepth.hf.classes import register_families
 from modepth.hf.convert import convert, restore, summary
+from modepth.hf.export import export
 from modepth.hf.model import as_dense, routing_mode, set_routing
 from modepth.hf.verify import verify
 
-__all__ = ["as_dense", "calibrate", "convert", "restore", "routing_mode", "set_routing", "summary", "verify"]
+__all__ = ["as_dense", "calibrate", "convert", "export", "restore", "routing_mode", "set_routing", "summary", "verify"]
 
 register_families()

@@ -4,8 +4,9 @@ import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from modepth.config import Gate, Init, RoutingConfig
@@ -48,25 +49,39 @@ def convert(model: Any, routing: RoutingConfig, *, gate: Gate = "tanh", router_i
     >>> type(model).__name__
     'ModLlamaForCausalLM'
     """
-    base = check_family(model)
-    routing = replace(routing, gate=gate, router_init=router_init, layers=routable(model, routing))
-    made = model_class(base)
     training = model.training
-    config_before = type(model.config)
+    install_routing(model, replace(routing, gate=gate, router_init=router_init))
+    try:
+        model.train(training)
+        verify(model)
+    except BaseException:
+        restore(model)
+        raise
+    print(summary(model))
+    return model
+
+
+def would_convert(config: PreTrainedConfig, routing: RoutingConfig) -> Summary:
+    """What converting a model of this config would come to; no weights are made."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+        install_routing(model, routing)
+    return summary(model)
+
+
+def install_routing(model: Any, routing: RoutingConfig) -> None:
+    """Swap the classes of a model and of the layers to route; if that fails, nothing has changed."""
+    base, routing = check_family(model), replace(routing, layers=routable(model, routing))
+    made, config_class = model_class(base), model.config.__class__
     model.__class__, model.config.__class__ = made, made.config_class
     model.config.routing = plain(routing)
     try:
         install(model, routing)
-        model.train(training)
-        verify(model)
     except BaseException:
-        if hasattr(model, "routing_state"):
-            uninstall(model)
-        model.__class__, model.config.__class__ = base, config_before
+        uninstall(model)
         del model.config.routing
+        model.__class__, model.config.__class__ = base, config_class
         raise
-    print(summary(model))
-    return model
 
 
 def restore(model: Any) -> Any:

@@ -85,11 +85,16 @@ class RoutedModel(PreTrainedModel, GenerationMixin):
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
         loaded: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         model, info = loaded
-        wrong = {name: sorted(map(str, info[name])) for name in ("missing_keys", "unexpected_keys", "mismatched_keys")}
-        if any(wrong.values()):
-            listed = "; ".join(f"{name}: {', '.join(keys)}" for name, keys in wrong.items() if keys)
-            raise ValueError(f"the checkpoint does not fit {cls.__name__}: {listed}")
+        refuse_misfits(info, cls.__name__)
         return (model, info) if output_loading_info else model
+
+
+def refuse_misfits(info: dict[str, Any], where: str) -> None:
+    """Raise if loading left a tensor out, or found one too many: the library only warns, and fills in noise."""
+    wrong = {name: sorted(map(str, info[name])) for name in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+    listed = "; ".join(f"{name.replace('_', ' ')}: {', '.join(keys)}" for name, keys in wrong.items() if keys)
+    if listed:
+        raise ValueError(f"the tensors do not fit {where}: {listed}")
 
 
 def share_of_batch(labels_BT: Tensor, num_items: Tensor | int | None) -> Tensor | float:
