@@ -21,6 +21,7 @@ import torch
 from modepth import checkpoint
 from modepth.agreement import check_same_run, check_same_start, saved_model, setting
 from modepth.config import Mode, ModelConfig, TrainConfig, model_config_to_dict
+from modepth.cutoffs import cutoff_weight_at, move_cutoffs
 from modepth.data import TokenFile, check_ids, global_batch_rows, num_windows, open_tokens, rank_rows, read_windows
 from modepth.interruption import Interruption
 from modepth.model import Transformer
@@ -29,13 +30,12 @@ from modepth.restore import load_model, load_optimizer, model_tensors, optimizer
 from modepth.run_folder import RunLock, prepare_run
 from modepth.run_folder import steps as saved_steps
 from modepth.runlog import RunLog
-from modepth.schedule import cutoff_weight_at, flops_until, learning_rate_at, num_steps, routing_at, window_length
+from modepth.schedule import flops_until, learning_rate_at, num_steps, routing_at, window_length
 from modepth.textfile import replace_text
 from modepth.train import (
     StepResult,
     evaluate,
     make_optimizer,
-    move_cutoffs,
     routing_row,
     train_step,
     windows_to_batch,

@@ -48,15 +48,12 @@ def learning_rate_at(step: int, steps: int, config: TrainConfig) -> float:
 def routing_at(step: int, steps: int, config: TrainConfig, routing: RoutingConfig) -> RoutingConfig:
     """The model's routing, its capacity lowered from 1 in equal stages at the start of the run."""
     fall = config.capacity_warmup * steps
-    if step >= fall:
-        return routing
-    stage = int(config.capacity_stages * step / fall)
-    return replace(routing, capacity=1 - (1 - routing.capacity) * stage / config.capacity_stages)
+    return replace(routing, capacity=capacity_at(step, fall, config.capacity_stages, routing.capacity))
 
 
-def cutoff_weight_at(step: int) -> float:
-    """The weight of a step's cutoff in the running mean: the plain mean of the first steps, then of about fifty."""
-    return max(1 / (step + 1), 0.02)
+def capacity_at(step: int, fall: float, stages: int, target: float) -> float:
+    """A capacity that falls from 1 to `target` in equal stages over the first `fall` steps."""
+    return target if step >= fall else 1 - (1 - target) * int(stages * step / fall) / stages
 
 
 def flops_until(step: int, steps: int, config: TrainConfig, model: ModelConfig) -> int:

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from modepth.config import Mode, TrainConfig
+from modepth.cutoffs import cutoff_score, lowest_routed, mean_cutoffs
 from modepth.data import TokenFile, evaluation_windows, read_windows
 from modepth.model import IGNORED, Output
 from modepth.parallel import clip_gradients, release, sync_gradients
-from modepth.routing import Router, Routing, real_tokens
+from modepth.routing import Routing, real_tokens
 from modepth.validation import check_count
 from modepth.world import World
 
@@ -201,37 +202,3 @@ def routing_row(routing: Routing) -> dict[str, float]:
         precision, recall = hits / max(1, said_BT.sum().item()), hits / max(1, chosen_BT.sum().item())
         row |= {"precision": precision, "recall": recall, "f1": 2 * precision * recall / max(1e-12, precision + recall)}
     return row
-
-
-# -- the cutoff, by which a model that was trained with top-k decides without looking ahead
-
-
-def lowest_routed(routing: Routing) -> Tensor:
-    """The lowest chosen logit of each row, their sum; and the number of rows that chose any: (2,)."""
-    lowest_B = routing.logit_BT.detach().double().masked_fill(~routing.chosen_BT, math.inf).amin(1)
-    any_B = routing.chosen_BT.any(1)
-    return torch.stack([torch.where(any_B, lowest_B, 0.0).sum(), any_B.sum()])
-
-
-def cutoff_score(routing: Routing) -> Tensor:
-    """The lowest chosen logit of a row, the mean over the rows that chose any."""
-    total, count = lowest_routed(routing)
-    return total / count.clamp(min=1)
-
-
-def mean_cutoffs(layers: list[int], lowest: list[list[Tensor]], world: World) -> dict[int, float]:
-    """By layer, the mean of `lowest_routed` over the micro-batches and ranks; `lowest` has a list a micro-batch."""
-    if not layers:
-        return {}
-    sums_L2 = world.sum(torch.stack([torch.stack(part) for part in lowest]).sum(0))
-    return {layer: total / count for layer, (total, count) in zip(layers, sums_L2.tolist(), strict=True) if count > 0}
-
-
-def move_cutoffs(model: nn.Module, cutoffs: dict[int, float], weight: float) -> None:
-    """Move each router's cutoff towards what top-k asked for in a step, by the share `weight`.
-
-    Only where top-k chose: a threshold that followed its own lowest score would rise without end.
-    """
-    for router in (module for module in model.modules() if isinstance(module, Router)):
-        if router.layer in cutoffs and router.config.selection in ("topk", "soft"):
-            router.cutoff.lerp_(torch.as_tensor(cutoffs[router.layer]).to(router.cutoff), weight)
