@@ -2,12 +2,13 @@
 # make test        what CI runs: lint, types, tests
 # make test-long   the tests that take minutes each
 # make mutants     break the core in named ways and see which law catches each
+# make families    convert a tiny model of every family of transformers, and print what came of it
 # make bench       training steps of routed models against dense ones, beside their FLOPs
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test test-long lint mutants bench clean
+.PHONY: demo test test-long lint mutants families bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/modepth demo
@@ -25,6 +26,9 @@ lint: $(INSTALLED)
 
 mutants: $(INSTALLED)
 	$(BIN)/python -m tests.mutants
+
+families: $(INSTALLED)
+	$(BIN)/python -m tests.scan_families --write
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/train.py

@@ -88,6 +88,25 @@ class LibraryTokenizer:
         return self.tokenizer.to_str(pretty=True)
 
 
+def as_library(tokenizer: Tokenizer) -> Tokenizer:
+    """The same tokenizer in the form that `tokenizers` and transformers read.
+
+    >>> as_library(ByteTokenizer()).encode("é!")
+    [195, 169, 33]
+    """
+    if not isinstance(tokenizer, ByteTokenizer):
+        return tokenizer
+    # The library writes a byte as a character that can be seen: itself where it can, else one from 256 on.
+    seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    hidden = [byte for byte in range(256) if byte not in seen]
+    vocabulary = {chr(byte): byte for byte in seen} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
+    library = tokenizers.Tokenizer(models.BPE(vocabulary, []))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens([END_OF_TEXT])
+    return LibraryTokenizer(library, END_OF_TEXT)
+
+
 def without_surrogates(text: str) -> str:
     return re.sub("[\ud800-\udfff]", "\ufffd", text)
 

@@ -381,6 +381,21 @@ def test_the_commands_and_the_snippet_of_the_page_on_generation_run(trained, tmp
     assert capsys.readouterr().out.splitlines() == re.findall(r"print.*  # (.*)", snippet)
 
 
+def test_an_exported_run_speaks_as_the_run_does(trained, tmp_path, capsys):
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
+
+    assert main(["generate", str(trained), "-p", "def main(", "--max-tokens", "12"]) == 0
+    text = capsys.readouterr().out
+    assert main(["export", str(trained), str(tmp_path / "out")]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["model"] == "ModLlamaForCausalLM"
+    model, tokenizer = (each.from_pretrained(tmp_path / "out") for each in (AutoModelForCausalLM, AutoTokenizer))
+    prompt = tokenizer("def main(", return_tensors="pt")
+    out = model.generate(**prompt, max_new_tokens=12, do_sample=False)
+    assert tokenizer.decode(out[0], skip_special_tokens=True).strip() in text
+    assert main(["export", str(trained), str(tmp_path / "out")]) == 2
+    assert "exists already" in capsys.readouterr().err
+
+
 def test_there_is_a_flag_for_every_field_of_every_config(capsys):
     with pytest.raises(SystemExit):
         main(["train", "--help"])

@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -393,3 +394,12 @@ def test_the_dial_changes_what_may_change_and_nothing_else() -> None:
             model(tokens, attention_mask=mask)
         for routing in model.routings:
             assert int(routing.chosen_BT.sum()) == -(-28 * capacity // 1)
+
+
+def test_the_python_of_the_page_on_converting_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "converting.md").read_text()
+    names: dict[str, object] = {}
+    for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL):
+        exec(block, names)
+    assert names["out"].shape == (4, 16)
+    assert "\n128\n" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Converted models under the trainers that people use: Trainer, SFTTrainer, LoRA, and the harness that evaluates them."""
+"""Converted models under the trainers that people use, and under the harness that evaluates them."""
 
 import json
 from pathlib import Path

@@ -8,7 +8,7 @@ from pathlib import Path
 from modepth.config import RoutingConfig, build
 from modepth.flags import add_flags, flags_given
 from modepth.run import load
-from modepth.tokenizer import load_tokenizer
+from modepth.tokenizer import as_library, load_tokenizer, save_tokenizer
 
 CONVERT_EXAMPLES = """\
 examples:
@@ -71,18 +71,19 @@ def run_convert(options: argparse.Namespace) -> None:
 def run_export(options: argparse.Namespace) -> None:
     require_transformers()
     from modepth.hf.export import export  # noqa: PLC0415
-    from modepth.hf.folder import copy_tokenizer, new_folder  # noqa: PLC0415
+    from modepth.hf.folder import new_folder  # noqa: PLC0415
 
     native = load(options.folder)
-    end_of_text = None
-    if (options.folder / "tokenizer.json").exists():
-        end_of_text = load_tokenizer(options.folder).end_of_text
+    tokenizer = as_library(load_tokenizer(options.folder)) if (options.folder / "tokenizer.json").exists() else None
     with new_folder(options.out) as out:
+        end_of_text = None if tokenizer is None else tokenizer.end_of_text
         model = export(native.config, native.state_dict(), end_of_text=end_of_text)
         model.save_pretrained(out)
-        copied = copy_tokenizer(options.folder, out)
-    print(f"written to {options.out}: a {type(model).__name__}, with {', '.join(copied) or 'no tokenizer'}")
-    print(json.dumps({"out": str(options.out), "model": type(model).__name__}))
+        if tokenizer is not None:
+            save_tokenizer(tokenizer, out)
+    name = type(model).__name__
+    print(f"written to {options.out}: a {name}, {'without' if tokenizer is None else 'with its'} tokenizer")
+    print(json.dumps({"out": str(options.out), "model": name}))
 
 
 def require_transformers() -> None:
