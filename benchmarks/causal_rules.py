@@ -31,7 +31,7 @@ ARMS = {
     "bce": RoutingConfig(capacity=CAPACITY, every=2, losses=LossWeights(router=0.01)),
 }
 SHAPE = ModelConfig(vocab_size=2048, num_layers=7, dim=128, num_heads=4, max_length=256)
-WINDOWS = 256  # of a split
+HELD_OUT, TEST = 768, 512  # windows to calibrate on, and to measure on
 ROWS = 16  # computed at once
 
 
@@ -47,9 +47,9 @@ def trained(arm: str, seed: int, steps: int, data: Path, runs: Path) -> Transfor
     return load(folder)
 
 
-def windows(data: Path, split: str) -> torch.Tensor:
+def windows(data: Path, split: str, count: int) -> torch.Tensor:
     tokens = open_tokens(data / f"{split}.tokens")
-    return read_windows(tokens, spread_windows(tokens, SHAPE.max_length, WINDOWS), SHAPE.max_length)
+    return read_windows(tokens, spread_windows(tokens, SHAPE.max_length, count), SHAPE.max_length)
 
 
 @torch.no_grad()
@@ -100,8 +100,13 @@ def rows_of(arm: str, seed: int, model: Transformer, held_out: torch.Tensor, tes
         rows.append(
             {**name, "rule": rule, "threshold": "own", "capacity": CAPACITY, **measure(model, test, "causal", routing)}
         )
+        if rule == "router":
+            continue  # calibrated, it is the cutoff rule: both look at the router's score
         for capacity in DIAL:
-            dialled = calibrate(model, held_out[:, :-1], capacity, routing=routing)
+            # At capacity 1 there is no threshold.
+            dialled = replace(routing, capacity=1.0)
+            if capacity < 1:
+                dialled = calibrate(model, held_out[:, :-1], capacity, routing=routing)
             found = measure(model, test, "causal", dialled)
             rows.append({**name, "rule": rule, "threshold": "calibrated", "capacity": capacity, **found})
     if arm == "predictor":
@@ -117,7 +122,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--out", type=Path, help="also write the rows here, as JSON lines")
     options = parser.parse_args()
-    held_out, test = windows(options.data, "validation"), windows(options.data, "test")
+    held_out, test = windows(options.data, "validation", HELD_OUT), windows(options.data, "test", TEST)
     rows = []
     for seed in range(options.seeds):
         for arm in ARMS:

@@ -26,7 +26,7 @@ MOST_USED = (
     "qwen2",
     "qwen3",
 )
-pytestmark = pytest.mark.parametrize("family", MOST_USED)
+each_family = pytest.mark.parametrize("family", MOST_USED)
 
 
 @functools.cache
@@ -38,10 +38,12 @@ def routed(family: str) -> PreTrainedModel:
     return copy.deepcopy(routed_once(family))
 
 
+@each_family
 def test_a_converted_family_is_exact(family: str, tmp_path: Path) -> None:
     check_family(tiny_model(family), tmp_path)
 
 
+@each_family
 def test_beam_search_with_a_cache_equals_beam_search_without(family: str) -> None:
     model, (tokens, mask) = routed(family), ragged_prompts()
     options = {"num_beams": 3, "num_return_sequences": 2}
@@ -51,6 +53,7 @@ def test_beam_search_with_a_cache_equals_beam_search_without(family: str) -> Non
     )
 
 
+@each_family
 def test_sampling_with_a_cache_equals_sampling_without(family: str) -> None:
     model, (tokens, mask) = routed(family), ragged_prompts()
     outs = []
@@ -62,6 +65,7 @@ def test_sampling_with_a_cache_equals_sampling_without(family: str) -> None:
     assert not torch.equal(outs[0][0], outs[0][1])
 
 
+@each_family
 def test_prompt_lookup_finds_what_greedy_search_finds(family: str) -> None:
     model, (tokens, _) = routed(family), ragged_prompts()
     prompt = tokens[:1].repeat(1, 2)
@@ -70,11 +74,13 @@ def test_prompt_lookup_finds_what_greedy_search_finds(family: str) -> None:
     assert torch.equal(generated(model, prompt, real, prompt_lookup_num_tokens=3), greedy)
 
 
+@each_family
 def test_a_prompt_read_in_chunks_gives_what_it_gives_at_once(family: str) -> None:
     model, (tokens, mask) = routed(family), ragged_prompts()
     assert torch.equal(generated(model, tokens, mask, prefill_chunk_size=4), generated(model, tokens, mask))
 
 
+@each_family
 def test_a_second_turn_on_the_cache_of_the_first_equals_starting_anew(family: str) -> None:
     model, (tokens, _) = routed(family), ragged_prompts()
     prompt = tokens[:1]
@@ -85,6 +91,9 @@ def test_a_second_turn_on_the_cache_of_the_first_equals_starting_anew(family: st
     assert torch.equal(again, generated(model, longer, real))
 
 
+@pytest.mark.parametrize(
+    "family", [family if family == "llama" else pytest.param(family, marks=pytest.mark.long) for family in MOST_USED]
+)
 def test_a_training_step_is_one_graph_where_the_dense_one_is(family: str) -> None:
     tokens, _ = ragged_prompts()
     if not compiles(tiny_model(family), tokens):
@@ -105,7 +114,7 @@ def test_a_training_step_is_one_graph_where_the_dense_one_is(family: str) -> Non
             assert weight.grad.abs().sum() > 0
 
 
-NOT_COMPILED = ("gpt2",)  # their dense base breaks the graph
+NOT_COMPILED = ("gpt2", "mixtral")  # their dense base breaks the graph
 
 
 def compiles(model: PreTrainedModel, tokens: torch.Tensor) -> bool:
@@ -113,6 +122,6 @@ def compiles(model: PreTrainedModel, tokens: torch.Tensor) -> bool:
     compiled = torch.compile(model.train(), fullgraph=True, backend="aot_eager")
     try:
         compiled(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-    except torch._dynamo.exc.Unsupported:
+    except torch._dynamo.exc.TorchDynamoException:
         return False
     return True
