@@ -95,7 +95,7 @@ class Submitted:
         except RuntimeError as error:
             raise ValueError(f"--executor slurm: {error} (on one machine: --executor local)") from error
         except (NameError, TypeError, AssertionError) as error:
-            raise ValueError(f"slurm: {error}: see submitit's parameters") from error
+            raise ValueError(f"slurm: {str(error).splitlines()[0]} See submitit's parameters.") from error
 
     def start(self, folder: Path) -> "SubmittedJob":
         return SubmittedJob(self.executor.submit(TrialCall(folder.resolve())))
