@@ -186,7 +186,7 @@ def test_the_page_runs_nothing_that_a_reason_says(tmp_path):
 def test_tables_tell_one_seed_from_several(rows):
     (line, *_) = comparison_table(fit_rows([new_row(), new_row(arm="mod")]).comparisons)
     assert line["95 %"] == "one seed: none"
-    assert line["depth"] == "best: 4, 4"
+    assert line["depth"] == "best with 1 seed: 4, 4"
     assert " to " in comparison_table(fit_rows(rows).comparisons)[0]["95 %"]
     assert " to " in optimum_table(fit_rows(rows).optima)[0]["95 %"]
 

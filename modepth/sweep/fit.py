@@ -76,7 +76,7 @@ class Optimum:
 class Comparison:
     """An arm less the baseline, in test loss, over the seeds that both have.
 
-    best    each at its own best size by validation loss; else both at one depth of the dial
+    best    each at its own best size by validation loss, of those with the most seeds; else both at one depth
     """
 
     budget: float

@@ -101,7 +101,7 @@ def comparison_table(comparisons: Sequence[Comparison]) -> Table:
             "arm": each.arm,
             "less": each.baseline,
             "budget": f"{each.budget:g}",
-            "depth": f"best: {each.depth}, {each.baseline_depth}" if each.best else f"{each.depth}",
+            "depth": best_text(each) if each.best else f"{each.depth}",
             "seeds": each.num_seeds,
             "test loss": f"{each.loss:.4f}",
             "baseline's": f"{each.baseline_loss:.4f}",
@@ -111,6 +111,10 @@ def comparison_table(comparisons: Sequence[Comparison]) -> Table:
         }
         for each in comparisons
     ]
+
+
+def best_text(each: Comparison) -> str:
+    return f"best with {each.num_seeds} seed{'s' * (each.num_seeds > 1)}: {each.depth}, {each.baseline_depth}"
 
 
 def law_table(laws: Sequence[PowerLaw]) -> Table:
