@@ -365,8 +365,11 @@ def as_tuples(value: object) -> object:
     return tuple(as_tuples(each) for each in value) if isinstance(value, list) else value
 
 
-def build(kind: type, data: object, where: str) -> Any:
-    """An instance of dataclass `kind` from a mapping, nested ones included; `where` prefixes field names."""
+def build(kind: type, data: object, where: str, nested: Mapping[str, type] = NESTED) -> Any:
+    """An instance of dataclass `kind` from a mapping, nested ones included; `where` prefixes field names.
+
+    nested   which fields are dataclasses themselves, by name
+    """
     if not isinstance(data, Mapping):
         raise ValueError(f"{where.rstrip('.')} must be a mapping of {kind.__name__} fields, got {data!r}")
     data = without_format(data, where) if kind is ModelConfig else data
@@ -382,8 +385,8 @@ def build(kind: type, data: object, where: str) -> Any:
     if missing:
         raise ValueError(f"missing field {', '.join(where + name for name in missing)}")
     values = {
-        name: build(NESTED[name], value, f"{where}{name}.")
-        if name in NESTED and value is not None
+        name: build(nested[name], value, f"{where}{name}.", nested)
+        if name in nested and value is not None
         else as_tuples(value)
         for name, value in data.items()
     }

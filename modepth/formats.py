@@ -43,3 +43,27 @@ def percent(share: float) -> str:
     ('12.5 %', '50 %', '0.04 %')
     """
     return f"{100 * share:.2g} %" if share < 0.01 else f"{100 * share:.1f} %".replace(".0", "")
+
+
+def duration(seconds: float) -> str:
+    """A time for people.
+
+    >>> duration(7.4), duration(600), duration(9000), duration(200_000)
+    ('7 s', '10 min', '2.5 h', '2.3 days')
+    """
+    for limit, unit, name in ((120, 1, "s"), (7200, 60, "min")):
+        if seconds < limit:
+            return f"{seconds / unit:.0f} {name}"
+    return f"{seconds / 3600:.1f} h" if seconds < 172_800 else f"{seconds / 86_400:.1f} days"
+
+
+def compact(value: float) -> str:
+    """A count for the tick of an axis.
+
+    >>> compact(750), compact(12_300), compact(1.5e6), compact(2e13)
+    ('750', '12.3K', '1.5M', '2·10¹³')
+    """
+    for size, letter in ((1e3, ""), (1e6, "K"), (1e9, "M"), (1e12, "B")):
+        if value < 0.9995 * size:
+            return f"{value / (size / 1e3):.3g}{letter}"
+    return power_of_ten(value)

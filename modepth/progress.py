@@ -6,6 +6,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from modepth.formats import duration
+
 SECONDS_BETWEEN_LINES = 10.0
 
 
@@ -90,3 +92,48 @@ class StepProgress:
             self.say(
                 f"step {row['step']} of {self.steps}: loss {row['loss']:.4f}, {row['tokens_per_second']:,.0f} tokens/s"
             )
+
+
+class SweepProgress:
+    """Called with how far a sweep is, by training FLOPs: a bar on a terminal, plain lines elsewhere.
+
+    >>> with SweepProgress(num_runs=4, flops=1e12) as progress:
+    ...     progress(num_done=1, num_failed=0, flops=2e11)
+    """
+
+    def __init__(self, num_runs: int, flops: float) -> None:
+        self.num_runs, self.flops = num_runs, flops
+        self.bar: tqdm[Any] = tqdm(
+            total=flops, unit="FLOP", unit_scale=True, disable=not sys.stderr.isatty(), file=sys.stderr
+        )
+        self.first: tuple[float, float] | None = None  # when the first news came, and the FLOPs done by then
+        self.last_line = 0.0
+
+    def __enter__(self) -> "SweepProgress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.close()
+
+    def say(self, text: str) -> None:
+        tqdm.write(text, file=sys.stderr)
+
+    def __call__(self, num_done: int, num_failed: int, flops: float) -> None:
+        now = time.monotonic()
+        if self.first is None:
+            self.first = (now, flops)
+            self.bar.initial = self.bar.n = flops
+        runs = f"{num_done} of {self.num_runs} runs" + (f", {num_failed} failed" if num_failed else "")
+        if not self.bar.disable:
+            self.bar.set_postfix_str(runs)
+            self.bar.update(flops - self.bar.n)
+        elif now - self.last_line > SECONDS_BETWEEN_LINES:
+            self.last_line = now
+            left = "" if (seconds := self.seconds_left(now, flops)) is None else f", about {duration(seconds)} left"
+            self.say(f"{runs}, {100 * flops / self.flops:.0f} % of the FLOPs{left}")
+
+    def seconds_left(self, now: float, flops: float) -> float | None:
+        """At the rate since the first news; None before there is one."""
+        assert self.first is not None
+        start, before = self.first
+        return None if flops <= before else (self.flops - flops) * (now - start) / (flops - before)

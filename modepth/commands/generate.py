@@ -12,12 +12,12 @@ from typing import Any, get_args
 from modepth import flops
 from modepth.calibration import calibrate
 from modepth.commands.table import LAYOUT, printable
-from modepth.commands.train import data_of
 from modepth.config import ModelConfig, RoutingConfig, Rule
 from modepth.data import read_windows, spread_windows
 from modepth.generation import Row, run_rows, start_rows
 from modepth.model import Transformer
 from modepth.run import load, open_split
+from modepth.run_data import data_of
 from modepth.sampling import Sampling
 from modepth.tokenizer import Tokenizer, load_tokenizer
 

@@ -1,18 +1,20 @@
-"""`modepth report`: runs side by side, as a page and pictures."""
+"""`modepth report`: runs side by side, or a sweep, as a page and pictures."""
 
 import argparse
 import json
 from pathlib import Path
 
 from modepth.commands.table import print_columns
-from modepth.commands.train import data_of
 from modepth.run import load, open_split
+from modepth.run_data import data_of
+from modepth.sweep.results import Results, check_unique
 from modepth.tokenizer import load_tokenizer
 
 EXAMPLES = """\
 examples:
   modepth report runs/tiny
   modepth report runs/dense runs/half --out compared
+  modepth report sweeps/tiny                     the folder of a sweep, by itself
 """
 
 
@@ -25,13 +27,34 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="the folder of a run; its name is that of the folder")
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="the folder of a run, or of one sweep")
     parser.add_argument("--data", metavar="DIR", help="prepared data for the pictures (default: that of the first run)")
     parser.add_argument("--out", metavar="DIR", default="report", help="where to write (default: %(default)s)")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
+    sweeps = [folder for folder in options.runs if (Path(folder) / "results.jsonl").exists()]
+    if not sweeps:
+        report_runs(options)
+    elif len(options.runs) == 1:
+        report_sweep(Path(sweeps[0]), Path(options.out))
+    else:
+        raise ValueError(f"{sweeps[0]}: is a sweep, which has a page of its own: give it alone")
+
+
+def report_sweep(folder: Path, out: Path) -> None:
+    from modepth.sweep.fit import fit_rows  # noqa: PLC0415
+    from modepth.sweep.page import write_sweep_page  # noqa: PLC0415
+
+    rows = Results(folder / "results.jsonl").rows()
+    check_unique(rows)
+    written = write_sweep_page(rows, fit_rows(rows), out)
+    print("written:", *written, sep="\n  ")
+    print(json.dumps({"runs": len(rows), "written": [str(path) for path in written]}))
+
+
+def report_runs(options: argparse.Namespace) -> None:
     # Here, because the other commands need no matplotlib.
     from modepth.comparison import Opened, compare  # noqa: PLC0415
 

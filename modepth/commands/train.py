@@ -16,9 +16,8 @@ from modepth.flops import forward_flops, num_parameters
 from modepth.model import Transformer
 from modepth.progress import StepProgress
 from modepth.run import ALONE, load, open_data, open_split, train
+from modepth.run_data import data_of, remember_data
 from modepth.schedule import num_steps
-from modepth.textfile import replace_text
-from modepth.tokenizer import load_tokenizer, save_tokenizer
 from modepth.tracking import Tracker, check_tensorboard
 from modepth.train import evaluate
 from modepth.world import World, join_world
@@ -121,19 +120,6 @@ def train_in(world: World, config: RunConfig, options: argparse.Namespace) -> No
         )
     if world.is_first:
         print(json.dumps({"run": options.folder, **last}))
-
-
-def remember_data(run: Path, data: Path) -> None:
-    """A run keeps its tokenizer, and where its data was."""
-    save_tokenizer(load_tokenizer(data), run)
-    replace_text(run / "data.txt", f"{data.resolve()}\n")
-
-
-def data_of(run: Path) -> Path:
-    """The prepared data that a run was trained on."""
-    if not (run / "data.txt").exists():
-        raise ValueError(f"{run}: does not say what it was trained on: give --data")
-    return Path((run / "data.txt").read_text().strip())
 
 
 def run_eval(options: argparse.Namespace) -> None:
