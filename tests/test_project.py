@@ -166,6 +166,7 @@ MAY_IMPORT = {
         "schedule",
     },
     "cli": {
+        "commands.convert",
         "commands.data",
         "commands.demo",
         "commands.flops",
