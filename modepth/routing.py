@@ -156,7 +156,7 @@ class Candidates(NamedTuple):
     position_BT: Tensor  # place in the sequence, padding not counted
     cutoff: Tensor  # the layer's score threshold
     layer: int
-    always_BT: Tensor | None = None  # bool: the real ones of these are chosen before all others, within k
+    always_BT: Tensor | None = None  # bool: the real ones of these come before all others, within k, with gate 1
 
 
 Choice = Callable[[Candidates, RoutingConfig], tuple[Tensor, Tensor]]  # -> priority_BT, willing_BT
@@ -331,7 +331,7 @@ class Router(nn.Module):
         real_BT       False at padding; None: there is none
         config        how to decide, if not as the router's own says
         position_BT   place in the sequence; None: counted from the row's first real token
-        always_BT     True at tokens chosen before all others, within k; None: all compete
+        always_BT     True at tokens that come before all others, within k, with gate 1; None: all compete
         """
         check_choice("mode", mode, Mode)
         check_tensor("x", x_BTD, (None, None, self.score.in_features))
@@ -378,6 +378,8 @@ def decide(tokens: Candidates, config: RoutingConfig, mode: Mode) -> Routing:
     chosen_BT = choose_best(priority_BT, willing_BT, k_B, tokens.always_BT) if mode == "topk" else willing_BT
     num_chosen_B = chosen_BT.sum(1)
     gate_BT = GATES[config.gate](logit_BT)
+    if tokens.always_BT is not None:
+        gate_BT = torch.where(tokens.always_BT, 1.0, gate_BT)  # no score decided, so none weighs
     bypass_BT = torch.where(real_BT & ~chosen_BT, gate_BT, 1.0) if config.weigh_bypass else None
     if config.selection == "soft":
         # Every real token is computed and attends; only the chosen ones are blended.

@@ -143,6 +143,8 @@ def test_tokens_always_chosen_come_first_and_count_within_k(T, capacity, seed, s
                 [*top_slowly(logits, first, k), *top_slowly(logits, others, max(0, k - len(first)))]
             )
         assert set(first) <= set(chosen) or set(chosen) <= set(first)
+        gates = routing.scatter(torch.zeros(3, T), routing.gate_BK)[row]
+        assert gates[first].tolist() == [float(token in chosen) for token in first]
 
 
 def test_a_mask_of_tokens_always_chosen_that_does_not_fit_is_refused():
