@@ -404,7 +404,6 @@ def test_on_marked_recall_a_quarter_of_the_steps_does_what_all_do_and_random_ste
     assert result["accuracy"]["dense"] > 0.98
     assert result["accuracy"]["topk"] > 0.98
     assert result["accuracy"]["random"] < 0.7  # a marked step is seen by two layers in 44 of 100 cases
-    assert result["seconds"] < 60
 
 
 def test_the_snippets_of_the_page_run_and_print_what_they_say(capsys):
