@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from modepth import flops, losses
     from modepth.calibration import calibrate
     from modepth.config import LossWeights, ModelConfig, RoutingConfig
+    from modepth.encoder import build, check_lengths, output_size, recommended_defaults
     from modepth.generation import generate, stream
     from modepth.layer import MixtureOfDepths
     from modepth.model import Output, Transformer, check_tokens
@@ -26,13 +27,17 @@ __all__ = [
     "Sampling",
     "Transformer",
     "apply_routed",
+    "build",
     "calibrate",
+    "check_lengths",
     "check_tokens",
     "flops",
     "generate",
     "load",
     "losses",
     "num_routed",
+    "output_size",
+    "recommended_defaults",
     "record",
     "stream",
 ]
@@ -41,6 +46,7 @@ __all__ = [
 _HOMES = {
     "calibration": ("calibrate",),
     "config": ("LossWeights", "ModelConfig", "RoutingConfig"),
+    "encoder": ("build", "check_lengths", "output_size", "recommended_defaults"),
     "generation": ("generate", "stream"),
     "layer": ("MixtureOfDepths",),
     "model": ("Output", "Transformer", "check_tokens"),

@@ -111,7 +111,8 @@ class Transformer(nn.Module):
             lengths = torch.full((B,), T, device=tokens_BT.device)
         x_BTD = self.dropout(self.embed_tokens(tokens_BT))
         position_1T = torch.arange(T, device=tokens_BT.device).unsqueeze(0)
-        rope_BTE = rotary(position_1T, self.config).to(x_BTD.dtype).expand(B, -1, -1).contiguous()
+        rope_1TE = rotary(position_1T, self.config.head_dim, self.config.rope_theta).to(x_BTD.dtype)
+        rope_BTE = rope_1TE.expand(B, -1, -1).contiguous()
         return x_BTD, Context(rope_BTE), real_tokens(lengths, B, T)
 
     def extend(
@@ -147,7 +148,8 @@ class Transformer(nn.Module):
         position_1N = torch.tensor([places], device=device)
         new = NewTokens(row_1N.to(device), position_1N, tuple(caches))
         x_1ND = self.embed_tokens(torch.tensor([[token for row in tokens for token in row]], device=device))
-        context = Context(rotary(position_1N, self.config).to(x_1ND.dtype), new)
+        rope_1NE = rotary(position_1N, self.config.head_dim, self.config.rope_theta).to(x_1ND.dtype)
+        context = Context(rope_1NE, new)
         real_1N = torch.ones_like(position_1N, dtype=torch.bool)
         routings = []
         for layer in self.layers:
@@ -318,10 +320,10 @@ class FeedForward(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))
 
 
-def rotary(position_BT: Tensor, config: ModelConfig) -> Tensor:
+def rotary(position_BT: Tensor, head_dim: int, theta: float) -> Tensor:
     """Cosines, then sines, of each position's angles, in float32: (B, T, E)."""
-    exponent = torch.arange(0, config.head_dim, 2, device=position_BT.device).float() / config.head_dim
-    angle = position_BT.unsqueeze(-1).float() * (1.0 / config.rope_theta**exponent)
+    exponent = torch.arange(0, head_dim, 2, device=position_BT.device).float() / head_dim
+    angle = position_BT.unsqueeze(-1).float() * (1.0 / theta**exponent)
     return torch.cat((angle.cos(), angle.sin()), dim=-1)
 
 

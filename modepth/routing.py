@@ -166,14 +166,18 @@ class Candidates(NamedTuple):
     position_BT: Tensor  # place in the sequence, padding not counted
     cutoff: Tensor  # the layer's score threshold
     layer: int
+    always_BT: Tensor | None = None  # bool: the real ones of these come before all others, within k, with gate 1
 
 
 Choice = Callable[[Candidates, RoutingConfig], tuple[Tensor, Tensor]]  # -> priority_BT, willing_BT
 
 
-def choose_best(priority_BT: Tensor, willing_BT: Tensor, k_B: Tensor) -> Tensor:
+def choose_best(priority_BT: Tensor, willing_BT: Tensor, k_B: Tensor, always_BT: Tensor | None = None) -> Tensor:
     """The k willing tokens of highest priority in each row, as a mask; ties go to the lowest index."""
     order_BT = priority_BT.argsort(dim=1, descending=True, stable=True)
+    if always_BT is not None:
+        # Stable again, so that both those always chosen, now first, and the others stay in order of priority.
+        order_BT = order_BT.gather(1, always_BT.gather(1, order_BT).argsort(dim=1, descending=True, stable=True))
     willing_in_order_BT = willing_BT.gather(1, order_BT)
     wins_BT = willing_in_order_BT & (willing_in_order_BT.cumsum(1) <= k_B.unsqueeze(1))
     return torch.zeros_like(willing_BT).scatter(1, order_BT, wins_BT)
@@ -330,12 +334,14 @@ class Router(nn.Module):
         mode: Mode = "topk",
         config: RoutingConfig | None = None,
         position_BT: Tensor | None = None,
+        always_BT: Tensor | None = None,
     ) -> Routing:
         """Decide for every token of (B, T, D).
 
         real_BT       False at padding; None: there is none
         config        how to decide, if not as the router's own says
         position_BT   place in the sequence; None: counted from the row's first real token
+        always_BT     True at tokens that come before all others, within k, with gate 1; None: all compete
         """
         check_choice("mode", mode, Mode)
         check_tensor("x", x_BTD, (None, None, self.score.in_features))
@@ -345,7 +351,9 @@ class Router(nn.Module):
         logit_BT, predicted_BT = self.scores(x_BTD)
         if position_BT is None:
             position_BT = real_BT.cumsum(1) - 1
-        tokens = Candidates(logit_BT, predicted_BT, real_BT, position_BT, self.cutoff, self.layer)
+        if always_BT is not None:
+            check_tensor("the mask of tokens always chosen", always_BT, tuple(x_BTD.shape[:2]), kind="bool")
+        tokens = Candidates(logit_BT, predicted_BT, real_BT, position_BT, self.cutoff, self.layer, always_BT)
         return decide(tokens, self.config if config is None else config, mode)
 
     def scores(self, x_BTD: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -375,9 +383,12 @@ def decide(tokens: Candidates, config: RoutingConfig, mode: Mode) -> Routing:
     logit_BT, real_BT = tokens.logit_BT, tokens.real_BT
     gate = GATES[config.gate]
     priority_BT, willing_BT = SELECTIONS[mode][config.selection](tokens, config)
+    if tokens.always_BT is not None:
+        willing_BT = willing_BT | (real_BT & tokens.always_BT)
     chosen_BT = willing_BT
     if mode == "topk":
-        chosen_BT = choose_best(priority_BT, willing_BT, num_routed(real_BT.sum(1), config.capacity))
+        k_B = num_routed(real_BT.sum(1), config.capacity)
+        chosen_BT = choose_best(priority_BT, willing_BT, k_B, tokens.always_BT)
     if config.selection == "soft":
         # Every real token is computed and attends; only the chosen ones are blended.
         index_BK, valid_BK = lay_out(real_BT, real_BT.shape[1])
@@ -386,6 +397,9 @@ def decide(tokens: Candidates, config: RoutingConfig, mode: Mode) -> Routing:
     else:
         # As few slots as the fullest row needs: at inference shapes may follow the data.
         index_BK, valid_BK = lay_out(chosen_BT, max(chosen_BT.sum(1).tolist(), default=0))
+    gate_BK = gate(logit_BT.gather(1, index_BK))
+    if tokens.always_BT is not None:
+        gate_BK = torch.where(tokens.always_BT.gather(1, index_BK), 1.0, gate_BK)  # no score decided, so none weighs
     return Routing(
         layer=tokens.layer,
         logit_BT=logit_BT,
@@ -395,7 +409,7 @@ def decide(tokens: Candidates, config: RoutingConfig, mode: Mode) -> Routing:
         chosen_BT=chosen_BT,
         index_BK=index_BK,
         valid_BK=valid_BK,
-        gate_BK=torch.where(chosen_BT.gather(1, index_BK), gate(logit_BT.gather(1, index_BK)), 0.0),
+        gate_BK=torch.where(chosen_BT.gather(1, index_BK), gate_BK, 0.0),
         bypass_BT=torch.where(real_BT & ~chosen_BT, gate(logit_BT), 1.0) if config.weigh_bypass else None,
         capacity=config.capacity,
     )

@@ -119,6 +119,40 @@ def test_a_learned_selection_takes_the_tokens_of_highest_logit(T, capacity, seed
 
 
 @pytest.mark.law
+@given(
+    T=lengths, capacity=capacities, seed=seeds, selection=st.sampled_from(SELECTIONS), share=st.sampled_from([0.1, 0.7])
+)
+def test_tokens_always_chosen_come_first_and_count_within_k(T, capacity, seed, selection, share):
+    generator = torch.Generator().manual_seed(seed)
+    x_BTD, real_BT = torch.randn((3, T, 7), generator=generator), ragged_mask(3, T, generator)
+    always_BT = torch.rand((3, T), generator=generator) < share
+    router = make_router(capacity=capacity, selection=selection, cutoff=0.4)
+    free, routing = router(x_BTD, real_BT), router(x_BTD, real_BT, always_BT=always_BT)
+    free_causal = router(x_BTD, real_BT, mode="causal")
+    causal = router(x_BTD, real_BT, mode="causal", always_BT=always_BT)
+    assert torch.equal(causal.chosen_BT, free_causal.chosen_BT | (real_BT & always_BT))
+    assert routing.index_BK.shape == free.index_BK.shape
+    for row in range(3):
+        logits, real = routing.logit_BT[row].tolist(), real_BT[row].nonzero().flatten().tolist()
+        chosen, k = routing.chosen_BT[row].nonzero().flatten().tolist(), num_routed(len(real), capacity)
+        first = [token for token in real if always_BT[row, token]]
+        assert len(chosen) == min(k, len(set(first) | set(free.chosen_BT[row].nonzero().flatten().tolist())))
+        if selection in ("topk", "soft"):
+            others = [token for token in real if token not in first]
+            assert chosen == sorted(
+                [*top_slowly(logits, first, k), *top_slowly(logits, others, max(0, k - len(first)))]
+            )
+        assert set(first) <= set(chosen) or set(chosen) <= set(first)
+        gates = routing.scatter(torch.zeros(3, T), routing.gate_BK)[row]
+        assert gates[first].tolist() == [float(token in chosen) for token in first]
+
+
+def test_a_mask_of_tokens_always_chosen_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match=r"tokens always chosen must be a bool tensor of shape \(2, 5\), got"):
+        make_router()(torch.randn(2, 5, 7), always_BT=torch.zeros(2, 4, dtype=torch.bool))
+
+
+@pytest.mark.law
 @pytest.mark.parametrize("selection", SELECTIONS)
 def test_gradients_are_finite_for_every_length(selection):
     for T in range(1, 65):
