@@ -91,6 +91,11 @@ def test_a_hybrid_routes_its_attention_layers_alone() -> None:
     assert summary(convert(tiny_model("jamba"), RoutingConfig(capacity=0.5))).routed == (1, 3)
 
 
+def test_a_hybrid_whose_attention_lies_elsewhere_routes_some_of_it() -> None:
+    model = tiny_model("jamba", attn_layer_period=2, attn_layer_offset=0)
+    assert summary(convert(model, RoutingConfig(capacity=0.5))).routed == (2,)
+
+
 def test_a_model_converted_twice_is_refused() -> None:
     with pytest.raises(ValueError, match="converted already"):
         convert(convert(llama(), RoutingConfig()), RoutingConfig())

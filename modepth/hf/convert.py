@@ -122,7 +122,8 @@ def routable(model: PreTrainedModel, routing: RoutingConfig) -> tuple[int, ...]:
     ]
     wanted = routing.routed_layers(num_layers)
     if routing.layers is None:
-        wanted = tuple(number for number in wanted if number in attending) or tuple(attending[1:-1:2])
+        # In a hybrid the layers that attend may be others than those that `every` finds: then every so many of them.
+        wanted = tuple(number for number in wanted if number in attending) or tuple(attending[:: routing.every])
     refused = [number for number in wanted if number not in attending]
     if 0 in refused:
         raise ValueError("layer 0 cannot be routed: there equal tokens have equal states, so they tie")
