@@ -186,7 +186,8 @@ def choose_best(priority_BT: Tensor, willing_BT: Tensor, k_B: Tensor, always_BT:
 def lay_out(chosen_BT: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
     """Slots for the chosen tokens: index_BK and valid_BK. Chosen tokens first, each part in order of position."""
     if num_slots == 0:
-        return chosen_BT[:, :0].long(), chosen_BT[:, :0]
+        none_B0 = chosen_BT[:, :0]
+        return none_B0.long(), none_B0
     index_BK = chosen_BT.argsort(dim=1, descending=True, stable=True)[:, :num_slots]
     return index_BK, chosen_BT.gather(1, index_BK)
 
@@ -228,8 +229,11 @@ def by_rule(tokens: Candidates, config: RoutingConfig) -> tuple[Tensor, Tensor]:
     if config.capacity == 1:
         return by_score(tokens, config)  # top-k takes all, and so does this
     score_BT = rule_score(tokens, config.rule)
-    own = tokens.cutoff if config.rule == "cutoff" else 0.0
-    return score_BT, tokens.real_BT & (score_BT >= dict(config.thresholds or ()).get(tokens.layer, own))
+    threshold = tokens.cutoff if config.rule == "cutoff" else 0.0
+    for layer, calibrated in config.thresholds or ():
+        if layer == tokens.layer:
+            threshold = calibrated
+    return score_BT, tokens.real_BT & (score_BT >= threshold)
 
 
 def rule_score(tokens: "Candidates | Routing", rule: Rule) -> Tensor:
@@ -397,9 +401,6 @@ def decide(tokens: Candidates, config: RoutingConfig, mode: Mode) -> Routing:
     else:
         # As few slots as the fullest row needs: at inference shapes may follow the data.
         index_BK, valid_BK = lay_out(chosen_BT, max(chosen_BT.sum(1).tolist(), default=0))
-    gate_BK = gate(logit_BT.gather(1, index_BK))
-    if tokens.always_BT is not None:
-        gate_BK = torch.where(tokens.always_BT.gather(1, index_BK), 1.0, gate_BK)  # no score decided, so none weighs
     return Routing(
         layer=tokens.layer,
         logit_BT=logit_BT,
@@ -409,7 +410,17 @@ def decide(tokens: Candidates, config: RoutingConfig, mode: Mode) -> Routing:
         chosen_BT=chosen_BT,
         index_BK=index_BK,
         valid_BK=valid_BK,
-        gate_BK=torch.where(chosen_BT.gather(1, index_BK), gate_BK, 0.0),
+        gate_BK=weigh(tokens, gate, chosen_BT, index_BK),
         bypass_BT=torch.where(real_BT & ~chosen_BT, gate(logit_BT), 1.0) if config.weigh_bypass else None,
         capacity=config.capacity,
     )
+
+
+def weigh(tokens: Candidates, gate: Callable[[Tensor], Tensor], chosen_BT: Tensor, index_BK: Tensor) -> Tensor:
+    """What blends the token in each slot."""
+    if index_BK.shape[1] == 0:  # nothing to weigh: most layers of most tokens, at decode
+        return tokens.logit_BT[:, :0]
+    gate_BK = gate(tokens.logit_BT.gather(1, index_BK))
+    if tokens.always_BT is not None:
+        gate_BK = torch.where(tokens.always_BT.gather(1, index_BK), 1.0, gate_BK)  # no score decided, so none weighs
+    return torch.where(chosen_BT.gather(1, index_BK), gate_BK, 0.0)
