@@ -22,6 +22,9 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
         self.tokenizer, self.stops = tokenizer, tuple(stops)
         self.tokens: list[int] = []
+        # The text of the tokens before `settled` will not change. Those from `context` on are decoded again with each
+        # new one, not all of them: a tokenizer may write a token otherwise at the start of a text.
+        self.text, self.context, self.settled = "", 0, 0
         self.shown = 0  # characters handed out
         self.end: int | None = None  # where a stop text begins
 
@@ -34,8 +37,11 @@ class TextStream:
         if self.stopped:
             return ""
         self.tokens.append(token)
-        text = self.tokenizer.decode(self.tokens)
-        found = [place for place in (text.find(stop) for stop in self.stops) if place >= 0]
+        text = self.whole_text()
+        if not text.endswith(UNKNOWN):
+            self.text, self.context, self.settled = text, self.settled, len(self.tokens)
+        # None begins in what was handed out: the start of a stop text is held back.
+        found = [place for place in (text.find(stop, self.shown) for stop in self.stops) if place >= 0]
         if found:
             self.end = min(found)
             return self.hand_out(text[: self.end])
@@ -43,7 +49,11 @@ class TextStream:
 
     def finish(self) -> str:
         """What was held back, when no more tokens come."""
-        return "" if self.stopped else self.hand_out(self.tokenizer.decode(self.tokens))
+        return "" if self.stopped else self.hand_out(self.whole_text())
+
+    def whole_text(self) -> str:
+        before = self.tokenizer.decode(self.tokens[self.context : self.settled])
+        return self.text + self.tokenizer.decode(self.tokens[self.context :])[len(before) :]
 
     def hand_out(self, text: str) -> str:
         new = text[self.shown :]

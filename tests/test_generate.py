@@ -111,6 +111,29 @@ def test_streamed_text_is_the_decoded_text_up_to_a_stop(text, stops):
     assert shown == text[: min(before, default=len(text))]
 
 
+@given(st.binary(max_size=40))
+def test_streamed_bytes_that_are_no_text_come_out_as_they_decode(data):
+    written = TextStream(ByteTokenizer())
+    shown = "".join(written.add(byte) for byte in data) + written.finish()
+    assert shown == ByteTokenizer().decode(data)
+
+
+def test_a_stream_does_not_decode_all_of_its_tokens_at_each_one():
+    class Counting(ByteTokenizer):
+        count = 0
+
+        def decode(self, ids):
+            ids = list(ids)
+            self.count += len(ids)
+            return super().decode(ids)
+
+    tokenizer = Counting()
+    written = TextStream(tokenizer, stops=["never"])
+    text = "naïve €uro " * 40
+    assert "".join(written.add(token) for token in text.encode()) + written.finish() == text
+    assert tokenizer.count < 12 * len(text.encode())
+
+
 def test_at_the_context_limit_generation_stops_and_says_so():
     model = model_of(max_length=23, **RULES[0])
     (one, two) = generate(model, [PROMPTS[0], PROMPTS[3]], replace(SOME, max_tokens=19))
