@@ -48,7 +48,8 @@ def learning_rate_at(step: int, steps: int, config: TrainConfig) -> float:
 def routing_at(step: int, steps: int, config: TrainConfig, routing: RoutingConfig) -> RoutingConfig:
     """The model's routing, its capacity lowered from 1 in equal stages at the start of the run."""
     fall = config.capacity_warmup * steps
-    return replace(routing, capacity=capacity_at(step, fall, config.capacity_stages, routing.capacity))
+    capacity = capacity_at(step, fall, config.capacity_stages, routing.capacity)
+    return routing if capacity == routing.capacity else replace(routing, capacity=capacity)
 
 
 def capacity_at(step: int, fall: float, stages: int, target: float) -> float:
