@@ -32,17 +32,19 @@ def rows(seed: int = 0, count: int = 32) -> list[dict[str, list[int]]]:
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
+SETTINGS = {
+    "max_steps": STEPS,
+    "per_device_train_batch_size": 2,
+    "learning_rate": 1e-2,
+    "report_to": [],
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "save_strategy": "no",
+}
+
+
 def arguments(folder: Path, **options: object) -> TrainingArguments:
-    return TrainingArguments(
-        output_dir=str(folder),
-        max_steps=STEPS,
-        per_device_train_batch_size=2,
-        learning_rate=1e-2,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        **{"save_strategy": "no", **options},
-    )
+    return TrainingArguments(output_dir=str(folder), **{**SETTINGS, **options})
 
 
 def watch(model: PreTrainedModel) -> list[tuple[bool, str, float]]:
@@ -160,19 +162,8 @@ def test_the_trainer_of_trl_fine_tunes_a_converted_model(tmp_path: Path) -> None
     from trl import SFTConfig, SFTTrainer  # noqa: PLC0415
 
     texts = [" ".join(f"w{token - 3}" for token in row["input_ids"]) for row in rows()]
-    options = SFTConfig(
-        output_dir=str(tmp_path),
-        max_steps=STEPS,
-        per_device_train_batch_size=2,
-        learning_rate=1e-2,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        save_strategy="no",
-        max_length=16,
-        gradient_accumulation_steps=2,
-        bf16=False,
-    )
+    settings = {**SETTINGS, "max_length": 16, "gradient_accumulation_steps": 2, "bf16": False}
+    options = SFTConfig(output_dir=str(tmp_path), **settings)
     model = routed()
     seen = watch(model)
     before = model.model.layers[1].mod_router.score.weight.clone()

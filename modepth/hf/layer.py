@@ -185,17 +185,15 @@ def cut_arguments(
 ) -> dict[str, Any]:
     """A layer's arguments for the routed tokens alone, the cache replaced by what takes their keys and values."""
     cut, keys, end = dict(arguments), Keys(routing.index_BK, routing.valid_BK), tokens.T
-    hidden = None
     if entry is not None:
         write = open_write(entry, routing, tokens)
         keys, end = write.keys, entry.length + tokens.T
         cut |= {name: write for name in CACHES if arguments.get(name) is not None}
-        hidden = None if write.fresh else hide_absent(keys, dtype)
+        if not write.fresh and all(arguments.get(name) is None for name in MASKS):
+            cut[next(name for name in MASKS if name in layer.argument_names)] = hide_absent(keys, dtype)
     for name, value in arguments.items():
         if value is not None and name not in CACHES:
             cut[name] = cut_down(name, value, tokens, routing, keys, end)
-    if hidden is not None and all(arguments.get(name) is None for name in MASKS):
-        cut[next(name for name in MASKS if name in layer.argument_names)] = hidden
     return cut
 
 

@@ -79,7 +79,7 @@ def perform(folder: Path) -> None:
     result = {
         "validation_loss": last["validation"]["loss"],
         "validation_topk_loss": last["validation"].get("topk_loss"),
-        **test_losses(model, train_config, data, trial["test_windows"], world),
+        **losses_on_test(model, train_config, data, trial["test_windows"], world),
         "step_seconds": step_seconds(folder, train_config, model_config),
         "hardware": hardware(world),
         "torch": torch.__version__,
@@ -101,7 +101,7 @@ def check_learned(loss: float, model: ModelConfig) -> None:
         )
 
 
-def test_losses(
+def losses_on_test(
     model: Transformer, config: TrainConfig, data: Path, num_windows: int | None, world: World
 ) -> dict[str, float | None]:
     """The test split, causal; of a routed model also with top-k."""
