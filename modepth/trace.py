@@ -16,7 +16,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from modepth.config import ModelConfig
 from modepth.routing import Router, Routing
 
 
@@ -124,9 +123,12 @@ def record(model: nn.Module) -> Iterator[Trace]:
 
 
 def num_decoder_layers(model: nn.Module) -> int | None:
-    """The layers of the decoder that `model` is or contains, None if it is none of ours."""
-    configs = (getattr(module, "config", None) for module in model.modules())
-    return next((config.num_layers for config in configs if isinstance(config, ModelConfig)), None)
+    """The layers of the decoder that `model` is or contains, ours or of transformers; None if there is none."""
+    for config in (getattr(module, "config", None) for module in model.modules()):
+        count = getattr(config, "num_layers", getattr(config, "num_hidden_layers", None))
+        if isinstance(count, int):
+            return count
+    return None
 
 
 @torch.no_grad()  # or checkpointing would find tensors that the second forward did not save

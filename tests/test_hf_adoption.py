@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from modepth import ModelConfig, RoutingConfig, Transformer, flops
+from modepth import ModelConfig, RoutingConfig, Transformer, flops, record
 from modepth.adopted import config_from_dict
 from modepth.cli import main
 from modepth.config import TrainConfig, model_config_to_dict
@@ -130,6 +130,13 @@ def test_padding_is_no_token() -> None:
     assert outs[0].loss == outs[1].loss
     for routing in outs[0].routings:
         assert routing.chosen_BT.sum(1).tolist() == [10, 5]
+
+
+def test_a_converted_model_can_be_recorded() -> None:
+    model, tokens = convert(tiny_model("llama"), ROUTING, router_init="normal"), torch.randint(97, (2, 20))
+    with torch.no_grad(), routing_mode(model, "topk"), record(model) as trace:
+        model(input_ids=tokens)
+    assert trace.chosen_map().sum(1).tolist() == [20, 10, 20, 10, 20]
 
 
 # -- the command

@@ -210,7 +210,7 @@ MAY_IMPORT = {
         "run",
     },
     "__main__": {"cli"},
-    "trace": {"config", "routing"},
+    "trace": {"routing"},
     "comparison": {
         "data",
         "flops",
