@@ -14,7 +14,7 @@ from modepth.calibration import calibrate
 from modepth.commands.table import LAYOUT, printable
 from modepth.config import ModelConfig, RoutingConfig, Rule
 from modepth.data import read_windows, spread_windows
-from modepth.generation import Row, run_rows, start_rows
+from modepth.generation import Row, note_layers, run_rows, start_rows
 from modepth.model import Transformer
 from modepth.run import load, open_split
 from modepth.run_data import data_of
@@ -123,7 +123,8 @@ def write_text(
     shown_tokens = 0
     if streams and not options.show_depth:
         write(prompts[0])
-    for emitted in run_rows(model, rows, routing, options.chunk, keep_layers=options.show_depth):
+    note = note_layers if options.show_depth else lambda reading: None
+    for emitted in run_rows(model, rows, routing, options.chunk, note):
         texts[emitted.row] += emitted.text
         if streams and options.show_depth:
             sys.stdout.write(coloured(rows[0], tokenizer, shown_tokens))
