@@ -2,6 +2,11 @@
 
 from pathlib import Path
 
+from torch import Tensor
+
+from modepth.config import ModelConfig
+from modepth.data import read_windows, spread_windows
+from modepth.run import open_split
 from modepth.textfile import replace_text
 from modepth.tokenizer import load_tokenizer, save_tokenizer
 
@@ -17,3 +22,10 @@ def data_of(run: Path) -> Path:
     if not (run / "data.txt").exists():
         raise ValueError(f"{run}: does not say what it was trained on: give --data")
     return Path((run / "data.txt").read_text().strip())
+
+
+def held_out_tokens(data: Path, config: ModelConfig, count: int) -> Tensor:
+    """About `count` validation tokens, in windows of the model's length that are spread over the split."""
+    tokens, length = open_split(data, "validation", config), config.max_length
+    windows = spread_windows(tokens, length, max(1, count // length))
+    return read_windows(tokens, windows, length)[:, :-1]

@@ -10,6 +10,7 @@ routings, as the dial allows, are read in passes of their own. Knows nothing of 
 """
 
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -72,10 +73,11 @@ class Request:
 class Ticket:
     """An admitted request."""
 
-    def __init__(self, request: Request, row: Row) -> None:
-        self.request, self.row = request, row
+    def __init__(self, request: Request, row: Row, owner: object) -> None:
+        self.request, self.row, self.owner = request, row, owner
         self.reserved = len(request.prompt) + request.sampling.max_tokens
         self.cancelled = False
+        self.at, self.has_token = time.perf_counter(), False  # when it came, or its last token did
         self.notes: dict[str, list[Any]] = {name: [] for name in request.watches}  # since the last event
         self.cache_bytes = 0  # when it ended
         self.num_read = 0
@@ -121,9 +123,9 @@ class Engine:
 
     # -- from any thread
 
-    def submit(self, requests: Sequence[Request]) -> list[Ticket]:
+    def submit(self, requests: Sequence[Request], owner: object = None) -> list[Ticket]:
         """Admit all of these, or none: a ValueError for what can never be, a BusyError for what cannot now."""
-        tickets = [Ticket(request, self.new_row(request)) for request in requests]
+        tickets = [Ticket(request, self.new_row(request), owner) for request in requests]
         needed = sum(ticket.reserved for ticket in tickets)
         self.check_possible(len(tickets), needed)
         with self.lock:
@@ -213,17 +215,21 @@ class Engine:
         try:
             reading = read_next(self.model, rows, counts, tickets[0].request.routing)
             emitted = draw_next(self.model, reading)
+            noted = [self.look(ticket, reading, number) for number, ticket in enumerate(tickets)]
         except Exception as error:  # whatever it is: one request must not end the others, nor the engine
             return list(self.recover(group, before, error))
-        for number, ticket in enumerate(tickets):
-            for name, watch in ticket.request.watches.items():
-                ticket.notes[name] += watch(self.model, reading, number)
+        for ticket, notes in zip(tickets, noted, strict=True):
+            for name, new in notes.items():
+                ticket.notes[name] += new
         self.num_read["prompt"] += sum(
             max(0, min(start + count, row.num_prompt) - start)
             for row, count, (start, _) in zip(rows, counts, before, strict=True)
         )
         self.num_read["generated"] += len(emitted)
         return [self.event_of(tickets[each.row], each) for each in emitted]
+
+    def look(self, ticket: Ticket, reading: Reading, number: int) -> dict[str, list[Any]]:
+        return {name: watch(self.model, reading, number) for name, watch in ticket.request.watches.items()}
 
     def recover(
         self, group: Sequence[tuple[Ticket, int]], before: Sequence[tuple[int, int]], error: Exception

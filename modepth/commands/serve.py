@@ -1,0 +1,114 @@
+"""`modepth serve`: the model of a run, or of a Hugging Face folder, behind OpenAI's API."""
+
+import argparse
+import importlib.util
+import json
+import os
+import signal
+import socket
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+EXAMPLES = """\
+examples:
+  modepth serve                                  # the small model that comes with the package
+  modepth serve runs/tiny --port 8000
+  modepth serve models/llama-mod --name llama --data data/stdlib --dial 0.25 0.5
+  curl localhost:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "import ", "depth": true}'
+"""
+KEY_VARIABLE = "MODEPTH_API_KEY"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "serve",
+        help="answer requests as OpenAI's API does",
+        description="Serve a model to the clients of OpenAI's API, many requests at a time. SIGTERM lets those under "
+        f"way end. An API key, if wanted, is read from the environment variable {KEY_VARIABLE}. The last line is JSON.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "folder", metavar="RUN_OR_HF_DIR", nargs="?", type=Path, help="a run, or a Llama's folder (default: our own)"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="0: a free one (default: %(default)s)")
+    parser.add_argument("--name", help="what the model is called (default: the folder's name)")
+    parser.add_argument("--dial", nargs="*", type=float, metavar="SHARE", help="capacities that requests may ask for")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="prepared data to calibrate the dial on")
+    parser.add_argument("--drain", type=int, default=30, metavar="S", help="seconds to end in (default: %(default)s)")
+    for name in ("requests", "tokens", "rows", "prompt-piece"):
+        parser.add_argument(f"--max-{name}", type=int, metavar="N", help=LIMITS[name])
+    parser.set_defaults(run=run)
+
+
+LIMITS = {
+    "requests": "admitted at once",
+    "tokens": "of all admitted requests",
+    "rows": "requests computed together",
+    "prompt-piece": "prompt tokens read in a step in which others generate",
+}
+
+
+def run(options: argparse.Namespace) -> None:
+    for package in ("fastapi", "uvicorn"):
+        if importlib.util.find_spec(package) is None:
+            raise ImportError(f"this needs {package}: pip install 'modepth[serve]'")
+    import uvicorn
+
+    from modepth.serve.engine import Limits
+    from modepth.serve.http import Server, Settings, make_app
+    from modepth.serve.served import SETTINGS, Served, open_served
+
+    given = {each.name: getattr(options, f"max_{each.name}", None) for each in fields(Limits)}
+    settings = Settings(
+        limits=Limits(**{name: value for name, value in given.items() if value is not None}),
+        api_key=os.environ.get(KEY_VARIABLE) or None,
+    )
+    listener = listen(options.host, options.port)
+    url = f"http://{options.host}:{listener.getsockname()[1]}"
+    if options.host not in LOOPBACK and settings.api_key is None:
+        say(f"anybody who reaches {options.host} can use this server: set {KEY_VARIABLE} to ask for a key")
+
+    def open_model() -> Served:
+        dial = SETTINGS if options.dial is None else options.dial
+        served = open_served(options.folder, name=options.name, settings=dial, data=options.data)
+        shown = ", ".join(f"{capacity:g}" for capacity in served.dial) or "none"
+        say(f"{served.name} is ready at {url}/v1 (dial: {shown})")
+        return served
+
+    server = Server(open_model, settings)
+    config = uvicorn.Config(
+        make_app(server), log_level="warning", server_header=False, timeout_graceful_shutdown=options.drain
+    )
+    listening = uvicorn.Server(config)
+    server.on_failure = lambda: setattr(listening, "should_exit", True)
+    # uvicorn ends politely and then raises the signal again: by then nothing is left to do.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    say(f"listening at {url}; loading")
+    listening.run(sockets=[listener])
+    if server.failure is not None:
+        raise server.failure
+    print(json.dumps(totals(server)))
+
+
+def listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family)
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"cannot listen at {host}, port {port}: {error}; choose others with --host and --port") from error
+
+
+def say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+def totals(server: Any) -> dict[str, Any]:
+    if server.running is None:
+        return {"requests": {}, "tokens": {}}
+    engine = server.running[1].engine
+    return {"requests": dict(engine.endings), "tokens": dict(engine.num_read), "steps": engine.num_steps}
