@@ -110,7 +110,9 @@ def read_next(
     states_ND, routings = model.extend(tokens, [row.cache for row in rows], routing=routing)
     check_all(routings)
     ends = list(itertools.accumulate(counts))
-    return Reading(rows, [slice(end - count, end) for end, count in zip(ends, counts, strict=True)], states_ND, routings)
+    return Reading(
+        rows, [slice(end - count, end) for end, count in zip(ends, counts, strict=True)], states_ND, routings
+    )
 
 
 def draw_next(model: Transformer, reading: Reading) -> list[Emitted]:

@@ -4,12 +4,8 @@ import argparse
 import importlib.util
 import json
 import os
-import signal
-import socket
 import sys
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 EXAMPLES = """\
 examples:
@@ -20,6 +16,12 @@ examples:
 """
 KEY_VARIABLE = "MODEPTH_API_KEY"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LIMITS = {
+    "requests": "requests admitted at once; more are refused with 429",
+    "tokens": "tokens of all admitted requests, their prompts and max_tokens",
+    "rows": "requests computed together; the others wait",
+    "prompt_piece": "prompt tokens read in a step in which others generate",
+}
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -40,75 +42,40 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser.add_argument("--dial", nargs="*", type=float, metavar="SHARE", help="capacities that requests may ask for")
     parser.add_argument("--data", type=Path, metavar="DIR", help="prepared data to calibrate the dial on")
     parser.add_argument("--drain", type=int, default=30, metavar="S", help="seconds to end in (default: %(default)s)")
-    for name in ("requests", "tokens", "rows", "prompt-piece"):
-        parser.add_argument(f"--max-{name}", type=int, metavar="N", help=LIMITS[name])
+    for name, meaning in LIMITS.items():
+        parser.add_argument(f"--max-{name.replace('_', '-')}", type=int, metavar="N", help=meaning)
     parser.set_defaults(run=run)
-
-
-LIMITS = {
-    "requests": "admitted at once",
-    "tokens": "of all admitted requests",
-    "rows": "requests computed together",
-    "prompt-piece": "prompt tokens read in a step in which others generate",
-}
 
 
 def run(options: argparse.Namespace) -> None:
     for package in ("fastapi", "uvicorn"):
         if importlib.util.find_spec(package) is None:
             raise ImportError(f"this needs {package}: pip install 'modepth[serve]'")
-    import uvicorn
+    from modepth.serve.engine import Limits  # noqa: PLC0415 - an extra
+    from modepth.serve.http import Settings  # noqa: PLC0415
+    from modepth.serve.listen import new_listener, serve  # noqa: PLC0415
+    from modepth.serve.served import SETTINGS, Served, open_served  # noqa: PLC0415
 
-    from modepth.serve.engine import Limits
-    from modepth.serve.http import Server, Settings, make_app
-    from modepth.serve.served import SETTINGS, Served, open_served
-
-    given = {each.name: getattr(options, f"max_{each.name}", None) for each in fields(Limits)}
+    given = {name: getattr(options, f"max_{name}") for name in LIMITS}
     settings = Settings(
         limits=Limits(**{name: value for name, value in given.items() if value is not None}),
         api_key=os.environ.get(KEY_VARIABLE) or None,
     )
-    listener = listen(options.host, options.port)
+    listener = new_listener(options.host, options.port)
     url = f"http://{options.host}:{listener.getsockname()[1]}"
-    if options.host not in LOOPBACK and settings.api_key is None:
-        say(f"anybody who reaches {options.host} can use this server: set {KEY_VARIABLE} to ask for a key")
 
     def open_model() -> Served:
         dial = SETTINGS if options.dial is None else options.dial
         served = open_served(options.folder, name=options.name, settings=dial, data=options.data)
         shown = ", ".join(f"{capacity:g}" for capacity in served.dial) or "none"
-        say(f"{served.name} is ready at {url}/v1 (dial: {shown})")
+        say(f"{served.name} is served at {url}/v1 (dial: {shown})")
         return served
 
-    server = Server(open_model, settings)
-    config = uvicorn.Config(
-        make_app(server), log_level="warning", server_header=False, timeout_graceful_shutdown=options.drain
-    )
-    listening = uvicorn.Server(config)
-    server.on_failure = lambda: setattr(listening, "should_exit", True)
-    # uvicorn ends politely and then raises the signal again: by then nothing is left to do.
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    if options.host not in LOOPBACK and settings.api_key is None:
+        say(f"anybody who reaches {options.host} can use this server: set {KEY_VARIABLE} to ask for a key")
     say(f"listening at {url}; loading")
-    listening.run(sockets=[listener])
-    if server.failure is not None:
-        raise server.failure
-    print(json.dumps(totals(server)))
-
-
-def listen(host: str, port: int) -> socket.socket:
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family)
-    except (OSError, OverflowError) as error:
-        raise ValueError(f"cannot listen at {host}, port {port}: {error}; choose others with --host and --port") from error
+    print(json.dumps(serve(open_model, settings, listener, options.drain)))
 
 
 def say(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
-
-
-def totals(server: Any) -> dict[str, Any]:
-    if server.running is None:
-        return {"requests": {}, "tokens": {}}
-    engine = server.running[1].engine
-    return {"requests": dict(engine.endings), "tokens": dict(engine.num_read), "steps": engine.num_steps}

@@ -241,7 +241,7 @@ class Envelope:
 
     def completion(self, choices: list[Choice], *, chunk: bool = False) -> Completion:
         kind = "chat.completion.chunk" if chunk and self.kind == "chat.completion" else self.kind
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}  # type: ignore[typeddict-item]
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
 
 def usage(told: Sequence[Told], n: int) -> Usage:

@@ -1,6 +1,7 @@
 """Where a text's depth goes: which layers compute each token, by what scores, at what cost. For the page."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from modepth.config import RoutingConfig
 from modepth.sampling import Sampling
@@ -56,6 +57,6 @@ def thresholds(served: Served, routing: RoutingConfig | None) -> list[float | No
     calibrated = dict(routing.thresholds or ())
     found: list[float | None] = []
     for layer in config.routed_layers:
-        own = served.model.layers[layer].router.cutoff.item() if routing.rule == "cutoff" else 0.0
-        found.append(calibrated.get(layer, own))
+        router: Any = served.model.layers[layer].router
+        found.append(calibrated.get(layer, router.cutoff.item() if routing.rule == "cutoff" else 0.0))
     return found

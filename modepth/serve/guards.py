@@ -1,8 +1,10 @@
-"""What stands before every route: the size of a body, the API key; and errors in the shape that OpenAI's clients read."""
+"""What stands before every route: the size of a body, the API key; and errors in the shape that clients read."""
 
+import asyncio
 import hmac
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -18,6 +20,8 @@ from modepth.validation import shown
 
 OPEN_PATHS = ("/health",)
 RETRY_AFTER = {"Retry-After": "1"}
+PATIENCE = 2.0  # seconds, with a client that sends too much,
+REST = 8  # and times the limit that is thrown away
 
 
 class Refused(Exception):  # noqa: N818 - an answer, not an error of ours
@@ -90,16 +94,17 @@ class BodyLimit:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         announced = dict(scope["headers"]).get(b"content-length", b"0")
+        too_long = not announced.isdigit() or int(announced[:19]) > self.limit
         parts, size, more = [], 0, True
-        while more and not (announced.isdigit() and int(announced[:19]) > self.limit) and size <= self.limit:
+        while more and not too_long:
             message = await receive()
             if message["type"] != "http.request":
                 return None  # the client has left
             parts.append(message.get("body", b""))
             size, more = size + len(parts[-1]), message.get("more_body", False)
-        if more or size > self.limit:
-            refused = Refused(413, f"the body has more than {self.limit} bytes", code="body_too_large")
-            return await refused.response()(scope, receive, send)
+            too_long = size > self.limit
+        if too_long:
+            return await self.refuse(receive, send)
         unread = [b"".join(parts)]
 
         async def replay() -> Message:
@@ -108,6 +113,20 @@ class BodyLimit:
             return await receive()
 
         return await self.app(scope, replay, send)
+
+    async def refuse(self, receive: Receive, send: Send) -> None:
+        """Say so at once, then let some of the rest go by: a client that is still sending would not see the answer."""
+        refused = Refused(413, f"the body has more than {self.limit} bytes", code="body_too_large")
+        response = refused.response()
+        headers = [*response.raw_headers, (b"connection", b"close")]
+        await send({"type": "http.response.start", "status": refused.status, "headers": headers})
+        await send({"type": "http.response.body", "body": response.body, "more_body": True})
+        with suppress(TimeoutError):
+            async with asyncio.timeout(PATIENCE):
+                left, message = REST * self.limit, await receive()
+                while left > 0 and message.get("more_body", False):
+                    left, message = left - len(message.get("body", b"")), await receive()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class KeyCheck:

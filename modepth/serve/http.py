@@ -1,8 +1,8 @@
 """The routes: OpenAI's, what shows depth, and what a supervisor asks.
 
-    /v1/models  /v1/completions  /v1/chat/completions   as OpenAI's clients call them
-    /v1/depth                                           which layers compute each token of a text, and their scores
-    /health  /ready  /metrics                           alive; loaded; counts for Prometheus
+/v1/models  /v1/completions  /v1/chat/completions   as OpenAI's clients call them
+/v1/depth                                           which layers compute each token of a text, and their scores
+/health  /ready  /metrics                           alive; loaded; counts for Prometheus
 """
 
 import asyncio

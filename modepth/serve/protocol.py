@@ -131,7 +131,7 @@ class Cost(TypedDict):
 
 
 class Depth(TypedDict):
-    """Tokens, the prompt's first, and the layers that computed each: of the last token none are known, it is not read."""
+    """Tokens, the prompt's first, and the layers that computed each but the last, which was not read."""
 
     tokens: list[str]
     layers: list[list[int]]

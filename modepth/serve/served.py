@@ -49,7 +49,7 @@ class Served:
 def open_served(
     folder: Path | None, *, name: str | None = None, settings: Sequence[float] = SETTINGS, data: Path | None = None
 ) -> Served:
-    """The model of a folder, with the dial of its dial.json, else calibrated on `data` or what the run was trained on."""
+    """The model of a folder; its dial is that of its dial.json, else calibrated on `data` or the data of the run."""
     for capacity in settings:
         check_capacity(capacity)
     if folder is None:
@@ -76,8 +76,8 @@ def open_native(folder: Path) -> Transformer:
     """A Llama of transformers, converted or not, as the native decoder that it is."""
     if importlib.util.find_spec("transformers") is None:
         raise ImportError(f"{folder}: no run; a Hugging Face model needs transformers: pip install 'modepth[hf]'")
-    from modepth.hf.folder import open_model
-    from modepth.hf.native import native_parts
+    from modepth.hf.folder import open_model  # noqa: PLC0415 - an extra
+    from modepth.hf.native import native_parts  # noqa: PLC0415
 
     config, weights = native_parts(open_model(folder))
     model = Transformer(config)

@@ -1,9 +1,9 @@
 """What a request may want to know besides its tokens: each a `Watch` of the engine.
 
-    layers_used     the layers that computed each token that was read
-    router_scores   what each routed layer decided by, and whether it computed the token
-    next_logprobs   how likely the token after each one that was read was, prompt included
-    drawn_logprobs  the same of new tokens alone
+layers_used     the layers that computed each token that was read
+router_scores   what each routed layer decided by, and whether it computed the token
+next_logprobs   how likely the token after each one that was read was, prompt included
+drawn_logprobs  the same of new tokens alone
 """
 
 from collections.abc import Sequence
