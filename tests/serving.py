@@ -21,12 +21,12 @@ LONGEST = 3000
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}a:"
 
 
-def tiny_served(**changes):
+def tiny_served(max_length=LONGEST, **changes):
     """Bytes in, bytes out, and never the end of text; two settings of the dial, and a template for chats."""
     torch.set_default_dtype(torch.float64)
     try:
-        model = tiny_model(vocab_size=256, max_length=LONGEST, num_layers=3, cutoff=0.3).eval()
-        held_out = torch.randint(256, (4, 50), generator=torch.Generator().manual_seed(1))
+        model = tiny_model(vocab_size=256, max_length=max_length, num_layers=3, cutoff=0.3).eval()
+        held_out = torch.randint(256, (4, 24), generator=torch.Generator().manual_seed(1))
         dial = {share: calibrate(model, held_out, share) for share in (0.25, 1.0)}
     finally:
         torch.set_default_dtype(torch.float32)
