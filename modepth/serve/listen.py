@@ -12,9 +12,11 @@ from modepth.serve.served import Served
 
 
 def new_listener(host: str, port: int) -> socket.socket:
+    if not 0 <= port < 2**16:
+        raise ValueError(f"port must be in 0..65535, got {port}")
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise ValueError(
             f"cannot listen at {host}, port {port}: {error}; choose others with --host and --port"
         ) from error
