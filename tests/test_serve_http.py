@@ -253,6 +253,11 @@ def test_a_wrong_value_is_refused_by_the_name_of_its_field(client, field, value)
     assert not engine_of(client).busy
 
 
+def test_a_field_that_no_text_can_spell_is_refused_like_any_other(client):
+    response = client.post("/v1/completions", content=b'{"prompt": "a", "\\ud800": 1}', headers=JSON)
+    assert "Extra inputs are not permitted" in refused(response, 400, "\ud800")
+
+
 def test_more_than_the_context_is_refused_with_both_counts(client):
     message = refused(complete(client, prompt=[1] * 2990, max_tokens=11), 400, "prompt")
     assert f"2990 tokens and max_tokens is 11, together 3001: more than the model's context of {LONGEST}" in message

@@ -52,7 +52,7 @@ class Limits:
     requests: int = 256
     tokens: int = 2**18
     rows: int = 64
-    prompt_piece: int = 32
+    prompt_piece: int = 16
     prompt_alone: int = 512
 
     def __post_init__(self) -> None:
