@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import Response
+from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -44,13 +44,12 @@ class Refused(Exception):  # noqa: N818 - an answer, not an error of ours
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {"error": {"message": str(self), "type": kind, "param": self.field, "code": self.code}}
 
-    def response(self) -> Response:
-        # In ASCII: a field's name may hold what UTF-8 cannot, as a lone surrogate.
-        return Response(json.dumps(self.body), self.status, dict(self.headers or {}), "application/json")
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body, self.status, dict(self.headers or {}))
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    async def answer(request: Request, error: Exception) -> Response:
+    async def answer(request: Request, error: Exception) -> JSONResponse:
         return refusal_of(error).response()
 
     for kind in (Refused, RequestValidationError, HTTPException, BusyError, FieldError, Exception):
