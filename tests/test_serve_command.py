@@ -71,6 +71,11 @@ def test_a_run_is_served_with_a_dial_from_its_own_data(prepared, tmp_path):  # n
     assert len(served.routing(0.5).thresholds) == 1
     with pytest.raises(ValueError, match=r"must be one of the dial's settings \(0.5, 1.0\), got 0.3"):
         served.routing(0.3)
+    assert main(["export", str(run), str(tmp_path / "llama")]) == 0
+    llama = open_served(tmp_path / "llama", settings=(0.5,), data=prepared)
+    assert llama.routing(0.5) == served.routing(0.5)
+    for one, other in zip(llama.model.parameters(), served.model.parameters(), strict=True):
+        assert one.equal(other)
     (run / "data.txt").write_text("/nowhere")
     assert tuple(open_served(run, name="other").dial) == (1.0,)
     assert ship(run, prepared, tmp_path / "carried") < LARGEST
