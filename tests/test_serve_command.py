@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import signal
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from modepth.hf import convert, export
 from modepth.hf.native import native_parts
 from modepth.sampling import Sampling
 from modepth.serve.chat import find_template
+from modepth.serve.listen import new_listener
 from modepth.serve.served import SETTINGS, SHIPPED, make_dial, open_native, open_served, read_dial, write_dial
 from modepth.serve.ship import LARGEST, ship
 from modepth.tokenizer import ByteTokenizer, as_library, load_tokenizer, save_tokenizer
@@ -168,6 +170,15 @@ def test_a_mistake_is_one_line(arguments, message, capsys, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     assert main(["serve", "--port", "0", *arguments]) == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_no_token_waits_for_an_acknowledgement():
+    with (
+        new_listener("127.0.0.1", 0) as listener,
+        socket.create_connection(listener.getsockname()),
+        listener.accept()[0] as accepted,
+    ):
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_sigterm_lets_an_answer_end_and_exits_0():
