@@ -40,6 +40,12 @@ class Cache:
         expected = min(expected, config.max_length)
         self.layers = [LayerCache(num_computed(config, layer, expected)[0]) for layer in range(config.num_layers)]
 
+    def crop(self, length: int) -> None:
+        """Forget all tokens from `length` on."""
+        self.length = min(self.length, length)
+        for layer in self.layers:
+            layer.crop(length)
+
     @property
     def num_entries(self) -> list[int]:
         """Entries of each layer."""

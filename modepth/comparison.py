@@ -86,7 +86,7 @@ def speak(model: Transformer, validation: TokenFile, tokenizer: Tokenizer) -> Sp
     generate(model, [prompt], Sampling(max_tokens=2))  # the first pass sets kernels up
     rows = start_rows(model, [prompt], sampling, tokenizer)
     start = time.perf_counter()
-    text = "".join(each.text for each in run_rows(model, rows, None, None, keep_layers=False))
+    text = "".join(each.text for each in run_rows(model, rows))
     seconds = time.perf_counter() - start
     (row,) = rows
     return Speech(

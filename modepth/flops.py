@@ -8,11 +8,12 @@ its capacity, since that, not the outcome of routing, fixes its cost. Numbers ar
 published figures differ in this, so both are offered.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 from modepth.adopted import AdoptedConfig, AnyConfig, Costs
-from modepth.config import ModelConfig
+from modepth.config import ModelConfig, RoutingConfig
 from modepth.routing import num_routed
 from modepth.validation import check_count
 
@@ -40,12 +41,15 @@ class LayerFlops(NamedTuple):
 def layer_flops(config: AnyConfig, length: int, *, half_causal: bool = False) -> list[LayerFlops]:
     """Forward FLOPs of every layer for one sequence of `length` tokens."""
     check_count("length", length, low=1)
-    costs = costs_of(config)
-    return [one_layer(config, costs, layer, length, half_causal) for layer in range(config.num_layers)]
+    return [
+        one_layer(config, layer, length, num_computed(config, layer, length), half_causal)
+        for layer in range(config.num_layers)
+    ]
 
 
-def one_layer(config: AnyConfig, costs: Costs, layer: int, length: int, half_causal: bool) -> LayerFlops:
-    num_attended, num_fed = num_computed(config, layer, length)
+def one_layer(config: AnyConfig, layer: int, length: int, computed: tuple[int, int], half_causal: bool) -> LayerFlops:
+    """FLOPs of a layer whose attention and feed-forward compute so many of `length` tokens."""
+    costs, (num_attended, num_fed) = costs_of(config), computed
     routed = layer in config.routed_layers
     return LayerFlops(
         layer=layer,
@@ -85,7 +89,11 @@ def num_computed(config: AnyConfig, layer: int, length: int) -> tuple[int, int]:
     routing = config.routing
     if routing is None or layer not in config.routed_layers or routing.selection == "soft":
         return length, length
-    k = num_routed(length, routing.capacity)
+    return computed_parts(routing, length, num_routed(length, routing.capacity))
+
+
+def computed_parts(routing: RoutingConfig, length: int, k: int) -> tuple[int, int]:
+    """What attention and feed-forward compute where k tokens of `length` are routed."""
     return {"block": (k, k), "attention": (k, length), "mlp": (length, k)}[routing.part]
 
 
@@ -108,6 +116,25 @@ def forward_flops(config: AnyConfig, length: int, *, logits: bool = True, half_c
     """
     layers = sum(layer.total for layer in layer_flops(config, length, half_causal=half_causal))
     return layers + (logits_flops(config, length) if logits else 0)
+
+
+def spent_share(config: AnyConfig, length: int, num_chosen: Mapping[int, int]) -> float:
+    """FLOPs of one sequence over those of the dense model, where each routed layer computed so many of its tokens.
+
+    What was spent, not what the capacity allows; attention looks back only.
+
+    >>> config = ModelConfig(vocab_size=256, num_layers=3, dim=64, num_heads=2, routing=RoutingConfig(every=2))
+    >>> round(spent_share(config, 128, {1: 16}), 2), round(spent_share(config, 128, {1: 128}), 2)
+    (0.73, 1.0)
+    """
+    check_count("length", length, low=1)
+    routing, spent = config.routing, logits_flops(config, length)
+    for layer in range(config.num_layers):
+        computed = (length, length)
+        if routing is not None and layer in num_chosen:
+            computed = computed_parts(routing, length, num_chosen[layer])
+        spent += one_layer(config, layer, length, computed, half_causal=True).total
+    return spent / forward_flops(dense(config), length, half_causal=True)
 
 
 def training_flops(config: AnyConfig, length: int, *, logits: bool = True, half_causal: bool = False) -> int:

@@ -3,12 +3,14 @@
     stream(model, prompts)     tokens as they come
     generate(model, prompts)   all of them
 
-A `Row` is one request: its tokens, its cache, how it is sampled. `advance` feeds every row what it has not yet
-read, a prompt, a piece of one or its last token, in one pass over the layers, of which each computes only the
-tokens that it routes. What a row says does not depend on its neighbours, so rows may join and leave between steps.
+A `Row` is one request: its tokens, its cache, how it is sampled. One step is `read_next`, which feeds every row some
+of what it has not yet read, a prompt, a piece of one or its last token, in one pass over the layers, of which each
+computes only the tokens that it routes; and `draw_next`, which gives a new token to the rows that have read all of
+theirs. What a row says does not depend on its neighbours, so rows may join and leave between steps: the server's do.
 """
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
@@ -67,27 +69,66 @@ class Row:
         self.reason: Reason | None = None
         self.layers: list[tuple[int, ...]] = []
 
-    def unread(self, chunk: int | None) -> list[int]:
-        """What to read next: at most `chunk` tokens."""
-        start = self.cache.length
-        return self.tokens[start:] if chunk is None else self.tokens[start : start + chunk]
+    @property
+    def num_unread(self) -> int:
+        return len(self.tokens) - self.cache.length
 
     def accept(self, logits_V: Tensor) -> tuple[int, str]:
         """Draw the next token; the token and what can be shown by now."""
         token = draw(logits_V, self.sampling, self.tokens, self.generator)
         self.tokens.append(token)
         shown = ""
-        if self.text is not None:
+        if token in self.sampling.stop_ids:
+            self.reason = "stop"  # it has no text: it says that the text has ended
+        elif self.text is not None:
             shown = self.text.add(token)
-        if token in self.sampling.stop_ids or (self.text is not None and self.text.stopped):
-            self.reason = "stop"
-        elif len(self.tokens) - self.num_prompt == self.sampling.max_tokens:
+            self.reason = "stop" if self.text.stopped else None
+        if self.reason is None and len(self.tokens) - self.num_prompt == self.sampling.max_tokens:
             self.reason = "length"
-        elif self.cache.length == self.cache.config.max_length:
+        elif self.reason is None and self.cache.length == self.cache.config.max_length:
             self.reason = "context"
         if self.reason is not None and self.text is not None:
             shown += self.text.finish()
         return token, shown
+
+
+class Reading(NamedTuple):
+    """What a step read: some next tokens of each row, their states, row after row, and what the layers decided."""
+
+    rows: Sequence[Row]
+    parts: list[slice]  # where each row's tokens are among all N
+    states_ND: Tensor
+    routings: tuple[Routing, ...]
+
+
+def read_next(
+    model: Transformer, rows: Sequence[Row], counts: Sequence[int], routing: RoutingConfig | None = None
+) -> Reading:
+    """Read the next `counts` tokens of the rows, all together."""
+    starts = [row.cache.length for row in rows]
+    tokens = [row.tokens[start : start + count] for row, start, count in zip(rows, starts, counts, strict=True)]
+    states_ND, routings = model.extend(tokens, [row.cache for row in rows], routing=routing)
+    check_all(routings)
+    ends = list(itertools.accumulate(counts))
+    return Reading(
+        rows, [slice(end - count, end) for end, count in zip(ends, counts, strict=True)], states_ND, routings
+    )
+
+
+def draw_next(model: Transformer, reading: Reading) -> list[Emitted]:
+    """A new token for each row that has read all of its own."""
+    ready = [number for number, row in enumerate(reading.rows) if row.num_unread == 0]
+    if not ready:
+        return []
+    logits_RV = model.lm_head(reading.states_ND[[reading.parts[number].stop - 1 for number in ready]])
+    if not logits_RV.isfinite().all():  # before any row is changed
+        raise FloatingPointError("the logits are not finite: look for an overflow in the layers, or NaN in the weights")
+    emitted = []
+    for number, logits_V in zip(ready, logits_RV, strict=True):
+        row = reading.rows[number]
+        token, shown = row.accept(logits_V)
+        emitted.append(Emitted(number, token, shown, row.reason))
+    return emitted
 
 
 def advance(
@@ -96,24 +137,13 @@ def advance(
     *,
     routing: RoutingConfig | None = None,
     chunk: int | None = None,
-    keep_layers: bool = False,
+    on_read: Callable[[Reading], None] = lambda reading: None,
 ) -> list[Emitted]:
-    """Read the next tokens of all rows together; those that have read all of theirs get a new one."""
-    unread = [row.unread(chunk) for row in rows]
-    states_ND, routings = model.extend(unread, [row.cache for row in rows], routing=routing)
-    check_all(routings)
-    if keep_layers:
-        note_layers(model, rows, unread, routings)
-    ends = torch.tensor([len(tokens) for tokens in unread]).cumsum(0) - 1
-    ready = [number for number, row in enumerate(rows) if row.cache.length == len(row.tokens)]
-    if not ready:
-        return []
-    logits_RV = model.lm_head(states_ND[ends[ready].to(states_ND.device)])
-    emitted = []
-    for number, logits_V in zip(ready, logits_RV, strict=True):
-        token, shown = rows[number].accept(logits_V)
-        emitted.append(Emitted(number, token, shown, rows[number].reason))
-    return emitted
+    """One step of all rows, each reading at most `chunk` tokens."""
+    counts = [row.num_unread if chunk is None else min(chunk, row.num_unread) for row in rows]
+    reading = read_next(model, rows, counts, routing)
+    on_read(reading)
+    return draw_next(model, reading)
 
 
 def check_all(routings: Sequence[Routing]) -> None:
@@ -124,19 +154,13 @@ def check_all(routings: Sequence[Routing]) -> None:
             each.check()
 
 
-def note_layers(
-    model: Transformer, rows: Sequence[Row], unread: Sequence[Sequence[int]], routings: Sequence[Routing]
-) -> None:
+def note_layers(reading: Reading) -> None:
     """Remember which layers computed each token that was just read."""
-    skipped = {routing.layer: (~routing.chosen_BT[0]).tolist() for routing in routings}
-    place = 0
-    for row, tokens in zip(rows, unread, strict=True):
-        for _ in tokens:
-            used = (
-                layer for layer in range(model.config.num_layers) if not (layer in skipped and skipped[layer][place])
-            )
-            row.layers.append(tuple(used))
-            place += 1
+    skipped = {routing.layer: (~routing.chosen_BT[0]).tolist() for routing in reading.routings}
+    for row, part in zip(reading.rows, reading.parts, strict=True):
+        for place in range(part.start, part.stop):
+            layers = range(row.cache.config.num_layers)
+            row.layers.append(tuple(layer for layer in layers if not (layer in skipped and skipped[layer][place])))
 
 
 @contextmanager
@@ -192,11 +216,15 @@ def stream(
     chunk: int | None = None,
 ) -> Iterator[Emitted]:
     """The new tokens of all prompts as they come; `row` is the number of the prompt."""
-    yield from run_rows(model, start_rows(model, prompts, sampling, tokenizer), routing, chunk, keep_layers=False)
+    yield from run_rows(model, start_rows(model, prompts, sampling, tokenizer), routing, chunk)
 
 
 def run_rows(
-    model: Transformer, rows: Sequence[Row], routing: RoutingConfig | None, chunk: int | None, *, keep_layers: bool
+    model: Transformer,
+    rows: Sequence[Row],
+    routing: RoutingConfig | None = None,
+    chunk: int | None = None,
+    on_read: Callable[[Reading], None] = lambda reading: None,
 ) -> Iterator[Emitted]:
     """Advance the rows until each has its reason to end."""
     if chunk is not None:
@@ -205,7 +233,7 @@ def run_rows(
     going = list(rows)
     while going:
         with inference(model):
-            emitted = advance(model, going, routing=routing, chunk=chunk, keep_layers=keep_layers)
+            emitted = advance(model, going, routing=routing, chunk=chunk, on_read=on_read)
         yield from (each._replace(row=number[id(going[each.row])]) for each in emitted)
         going = [row for row in going if row.reason is None]
 
@@ -233,7 +261,7 @@ def generate(
     """
     rows = start_rows(model, prompts, sampling, tokenizer)
     texts = [""] * len(rows)
-    for each in run_rows(model, rows, routing, chunk, keep_layers=layers):
+    for each in run_rows(model, rows, routing, chunk, note_layers if layers else lambda reading: None):
         texts[each.row] += each.text
     return [
         Generated(row.tokens[row.num_prompt :], text, row.reason or "length", row.layers if layers else None)

@@ -3,6 +3,11 @@
 import shutil
 from pathlib import Path
 
+from torch import Tensor
+
+from modepth.config import ModelConfig
+from modepth.data import read_windows, spread_windows
+from modepth.run import open_split
 from modepth.textfile import replace_text
 from modepth.tokenizer import load_tokenizer, save_tokenizer
 
@@ -29,3 +34,10 @@ def copy_tokenizer(source: Path, out: Path) -> list[str]:
     for name, file in found.items():
         shutil.copyfile(file, out / name)
     return sorted(found)
+
+
+def held_out_tokens(data: Path, config: ModelConfig, count: int) -> Tensor:
+    """About `count` validation tokens, in windows of the model's length that are spread over the split."""
+    tokens, length = open_split(data, "validation", config), config.max_length
+    windows = spread_windows(tokens, length, max(1, count // length))
+    return read_windows(tokens, windows, length)[:, :-1]

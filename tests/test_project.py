@@ -69,7 +69,7 @@ MAY_IMPORT = {
         "train",
         "world",
     },
-    "run_data": {"textfile", "tokenizer"},
+    "run_data": {"config", "data", "run", "textfile", "tokenizer"},
     "sampling": {"validation"},
     "text_stream": {"tokenizer"},
     "generation": {"cache", "config", "model", "routing", "sampling", "text_stream", "tokenizer", "validation"},
@@ -96,6 +96,7 @@ MAY_IMPORT = {
     "hf.verify": {"hf.calibration", "hf.families", "hf.layer", "hf.model", "routing"},
     "hf.export": {"config", "hf.classes", "hf.model"},
     "hf.folder": {"hf.model"},
+    "hf.native": {"config", "hf.model"},
     "hf.training": {"cutoffs", "hf.model", "schedule", "validation", "world"},
     "hf.convert": {"config", "hf.classes", "hf.families", "hf.model", "hf.verify"},
     "tracking": {"runlog"},
@@ -134,7 +135,6 @@ MAY_IMPORT = {
         "calibration",
         "commands.table",
         "config",
-        "data",
         "flops",
         "generation",
         "model",
@@ -143,6 +143,7 @@ MAY_IMPORT = {
         "sampling",
         "tokenizer",
     },
+    "commands.serve": {"serve.engine", "serve.http", "serve.listen", "serve.served"},
     "commands.report": {
         "commands.table",
         "comparison",
@@ -204,6 +205,7 @@ MAY_IMPORT = {
         "commands.generate",
         "commands.inspect",
         "commands.report",
+        "commands.serve",
         "commands.sweep",
         "commands.table",
         "commands.train",
@@ -263,6 +265,77 @@ MAY_IMPORT = {
         "textfile",
     },
     "sweep.rate": {"model", "schedule", "sweep.plan", "sweep.results", "train", "world"},
+    # The engine knows nothing of HTTP.
+    "serve": set(),
+    "serve.engine": {
+        "cache",
+        "config",
+        "generation",
+        "model",
+        "sampling",
+        "text_stream",
+        "tokenizer",
+        "validation",
+    },
+    "serve.watch": {"generation", "model", "routing"},
+    "serve.metrics": {"serve.engine"},
+    "serve.worker": {"serve.engine", "serve.metrics"},
+    "serve.chat": {"tokenizer"},
+    "serve.served": {
+        "calibration",
+        "config",
+        "hf.folder",
+        "hf.native",
+        "model",
+        "run",
+        "run_data",
+        "serve.chat",
+        "textfile",
+        "tokenizer",
+        "validation",
+    },
+    "serve.ship": {"checkpoint", "run", "serve.served"},
+    "serve.protocol": set(),
+    "serve.answers": {
+        "config",
+        "flops",
+        "sampling",
+        "serve.engine",
+        "serve.protocol",
+        "serve.served",
+        "serve.watch",
+    },
+    "serve.depth": {
+        "config",
+        "sampling",
+        "serve.answers",
+        "serve.engine",
+        "serve.protocol",
+        "serve.served",
+        "serve.watch",
+    },
+    "serve.guards": {"serve.answers", "serve.engine", "serve.protocol", "validation"},
+    "serve.calls": {
+        "serve.answers",
+        "serve.engine",
+        "serve.guards",
+        "serve.protocol",
+        "serve.served",
+        "serve.worker",
+    },
+    "serve.http": {
+        "flops",
+        "serve.answers",
+        "serve.calls",
+        "serve.depth",
+        "serve.engine",
+        "serve.guards",
+        "serve.metrics",
+        "serve.protocol",
+        "serve.served",
+        "serve.worker",
+    },
+    "serve.listen": {"serve.http", "serve.served"},
     "__init__": {
         "calibration",
         "config",
@@ -413,7 +486,10 @@ def wheel(tmp_path_factory):
 def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     ours = {name for name in names if not name.startswith(f"modepth-{version()}.dist-info/")}
-    assert ours == {str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*") if path.suffix in (".py", ".typed")}
+    carried = [path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".typed")]
+    carried += [path for path in (PACKAGE / "serve" / "shipped").rglob("*") if path.is_file()]
+    assert ours == {str(path.relative_to(ROOT)) for path in carried}
+    assert sum(path.stat().st_size for path in carried if "shipped" in path.parts) <= 12_000_000
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 

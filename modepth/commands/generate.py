@@ -13,11 +13,10 @@ from modepth import flops
 from modepth.calibration import calibrate
 from modepth.commands.table import LAYOUT, printable
 from modepth.config import ModelConfig, RoutingConfig, Rule
-from modepth.data import read_windows, spread_windows
-from modepth.generation import Row, run_rows, start_rows
+from modepth.generation import Row, note_layers, run_rows, start_rows
 from modepth.model import Transformer
-from modepth.run import load_native, open_split
-from modepth.run_data import data_of
+from modepth.run import load_native
+from modepth.run_data import data_of, held_out_tokens
 from modepth.sampling import Sampling
 from modepth.tokenizer import Tokenizer, load_tokenizer
 
@@ -104,9 +103,8 @@ def routing_for(model: Transformer, options: argparse.Namespace) -> RoutingConfi
     if options.capacity is None:
         return routing
     data = Path(options.data) if options.data is not None else data_of(Path(options.folder))
-    tokens, length = open_split(data, "validation", model.config), model.config.max_length
-    windows = spread_windows(tokens, length, max(1, CALIBRATION_TOKENS // length))
-    return calibrate(model, read_windows(tokens, windows, length)[:, :-1], options.capacity, routing=routing)
+    held_out_BT = held_out_tokens(data, model.config, CALIBRATION_TOKENS)
+    return calibrate(model, held_out_BT, options.capacity, routing=routing)
 
 
 def write_text(
@@ -123,7 +121,8 @@ def write_text(
     shown_tokens = 0
     if streams and not options.show_depth:
         write(prompts[0])
-    for emitted in run_rows(model, rows, routing, options.chunk, keep_layers=options.show_depth):
+    note = note_layers if options.show_depth else lambda reading: None
+    for emitted in run_rows(model, rows, routing, options.chunk, note):
         texts[emitted.row] += emitted.text
         if streams and options.show_depth:
             sys.stdout.write(coloured(rows[0], tokenizer, shown_tokens))

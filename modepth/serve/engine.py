@@ -1,0 +1,292 @@
+"""Continuous batching: requests join and leave between steps, and what a layer routes is computed together.
+
+    submit   a request is admitted, or refused at once where there is no room      any thread
+    cancel   it leaves before the next step                                        any thread
+    step     each row reads its last token, or a piece of its prompt, and draws    one thread
+
+A row is one request on its way, as in `generation`, whose step this is: read_next, then draw_next. What a row says
+does not depend on its neighbours, so an answer is the one that the request gets alone. Rows that ask for different
+routings, as the dial allows, are read in passes of their own. Knows nothing of HTTP.
+"""
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, NamedTuple, get_args
+
+from modepth.cache import Cache
+from modepth.config import RoutingConfig
+from modepth.generation import Emitted, Reading, Reason, Row, draw_next, inference, read_next
+from modepth.model import Transformer
+from modepth.sampling import Sampling
+from modepth.text_stream import TextStream
+from modepth.tokenizer import Tokenizer
+from modepth.validation import check_count
+
+# Looks at what was just read of one row, after its token was drawn: one note for each token that it has one for.
+Watch = Callable[[Transformer, Reading, int], list[Any]]
+Ending = Reason | Literal["cancelled", "failed"]
+ENDINGS: tuple[str, ...] = (*get_args(Reason), "cancelled", "failed")
+
+
+class BusyError(Exception):
+    """There is no room now; later there may be."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How much is admitted, and how much of it is computed in a step.
+
+    requests      admitted at once, computed or waiting
+    tokens        of all that are admitted: their prompts, and the most that they may generate
+    rows          computed together; the others wait in order
+    prompt_piece  tokens that a prompt reads in a step in which others generate; many of those bear more, so half of
+                  their number for all prompts if that is higher
+    prompt_alone  tokens that all prompts read in a step at most, and in one in which nobody generates
+
+    >>> Limits(rows=16).rows
+    16
+    """
+
+    requests: int = 256
+    tokens: int = 2**18
+    rows: int = 64
+    prompt_piece: int = 8
+    prompt_alone: int = 512
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            check_count(each.name, getattr(self, each.name), low=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is asked for; `routing` is how to route, if not as the model does."""
+
+    prompt: Sequence[int]
+    sampling: Sampling
+    routing: RoutingConfig | None = None
+    watches: Mapping[str, Watch] = field(default_factory=dict)
+
+
+class Ticket:
+    """An admitted request."""
+
+    def __init__(self, request: Request, row: Row, owner: object) -> None:
+        self.request, self.row, self.owner = request, row, owner
+        self.reserved = len(request.prompt) + request.sampling.max_tokens
+        self.cancelled = False
+        self.at, self.has_token = time.perf_counter(), False  # when it came, or its last token did
+        self.notes: dict[str, list[Any]] = {name: [] for name in request.watches}  # since the last event
+        self.cache_bytes = 0  # when it ended
+        self.num_read = 0
+        self.num_entries: list[int] = []
+
+    def take_notes(self) -> dict[str, list[Any]]:
+        taken, self.notes = self.notes, {name: [] for name in self.request.watches}
+        return taken
+
+
+class Event(NamedTuple):
+    """A new token of a request, or its end, or both."""
+
+    ticket: Ticket
+    token: int | None
+    text: str  # what can be shown by now
+    ending: Ending | None
+    notes: Mapping[str, list[Any]]
+    error: str = ""
+
+
+class Engine:
+    """The requests of one model.
+
+    >>> from modepth import ModelConfig, Sampling, Transformer
+    >>> model = Transformer(ModelConfig(vocab_size=101, num_layers=2, dim=32, num_heads=2))
+    >>> engine = Engine(model)
+    >>> tickets = engine.submit([Request(prompt=[1, 2, 3], sampling=Sampling(max_tokens=2))])
+    >>> [[event.ending for event in engine.step()] for _ in range(2)], engine.busy
+    ([[None], ['length']], False)
+    """
+
+    def __init__(self, model: Transformer, tokenizer: Tokenizer | None = None, limits: Limits | None = None) -> None:
+        self.model, self.tokenizer, self.limits = model.eval(), tokenizer, limits or Limits()
+        self.lock = threading.Lock()  # of the three below, which `submit` changes too
+        self.arrived: deque[Ticket] = deque()
+        self.num_admitted = 0
+        self.num_reserved = 0  # tokens
+        self.seated: list[Ticket] = []  # those with rows, in order of arrival
+        self.num_steps = 0
+        self.num_read: Counter[str] = Counter()  # tokens, of prompts and generated
+        self.endings: Counter[str] = Counter()
+
+    # -- from any thread
+
+    def submit(self, requests: Sequence[Request], owner: object = None) -> list[Ticket]:
+        """Admit all of these, or none: a ValueError for what can never be, a BusyError for what cannot now."""
+        tickets = [Ticket(request, self.new_row(request), owner) for request in requests]
+        needed = sum(ticket.reserved for ticket in tickets)
+        self.check_possible(len(tickets), needed)
+        with self.lock:
+            if self.num_admitted + len(tickets) > self.limits.requests or (
+                self.num_reserved + needed > self.limits.tokens
+            ):
+                raise BusyError(
+                    f"{self.num_admitted} requests with {self.num_reserved} tokens are on their way; with "
+                    f"{len(tickets)} and {needed} more there would be more than {self.limits.requests} and "
+                    f"{self.limits.tokens}: try again later"
+                )
+            self.num_admitted += len(tickets)
+            self.num_reserved += needed
+            self.arrived.extend(tickets)
+        return tickets
+
+    def new_row(self, request: Request) -> Row:
+        length, most = self.model.config.max_length, request.sampling.max_tokens
+        if len(request.prompt) + most > length:
+            raise ValueError(
+                f"the prompt has {len(request.prompt)} tokens and max_tokens is {most}, together "
+                f"{len(request.prompt) + most}: more than the model's context of {length}"
+            )
+        self.model.own_or(request.routing)
+        stops = request.sampling.stop_strings
+        text = None if self.tokenizer is None else TextStream(self.tokenizer, stops)
+        return Row(self.model, request.prompt, request.sampling, text)
+
+    def check_possible(self, count: int, needed: int) -> None:
+        if count > self.limits.requests:
+            raise ValueError(f"{count} answers at once are more than the {self.limits.requests} that are admitted")
+        if needed > self.limits.tokens:
+            raise ValueError(
+                f"prompts and max_tokens add up to {needed} tokens, more than the {self.limits.tokens} that are "
+                "admitted: ask for fewer answers at once, or lower max_tokens"
+            )
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Let it leave before the next step; one that has ended already stays as it is."""
+        ticket.cancelled = True
+
+    @property
+    def busy(self) -> bool:
+        return self.num_admitted > 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.arrived)
+
+    @property
+    def cache_bytes(self) -> int:
+        """What the caches of all requests hold."""
+        return sum(ticket.row.cache.bytes_allocated for ticket in list(self.seated))
+
+    # -- from one thread
+
+    def step(self) -> list[Event]:
+        """Read some tokens of every seated request; what came of it. Each ticket has one event with an ending."""
+        events = [self.leave(ticket, "cancelled") for ticket in self.take_cancelled()]
+        self.take_seats()
+        counts = next_counts([ticket.row.num_unread for ticket in self.seated], self.limits)
+        together: dict[RoutingConfig | None, list[tuple[Ticket, int]]] = {}
+        for ticket, count in zip(self.seated, counts, strict=True):
+            together.setdefault(ticket.request.routing, []).append((ticket, count))
+        with inference(self.model):
+            for group in together.values():
+                events += self.advance(group)
+        self.num_steps += bool(counts)
+        return events
+
+    def take_cancelled(self) -> list[Ticket]:
+        with self.lock:
+            gone = [ticket for ticket in (*self.arrived, *self.seated) if ticket.cancelled]
+            self.arrived = deque(ticket for ticket in self.arrived if not ticket.cancelled)
+        return gone
+
+    def take_seats(self) -> None:
+        with self.lock:
+            while self.arrived and len(self.seated) < self.limits.rows:
+                self.seated.append(self.arrived.popleft())
+
+    def advance(self, group: Sequence[tuple[Ticket, int]]) -> list[Event]:
+        """One pass over the layers for tickets of one routing. If it fails each is tried alone, from where it stood."""
+        tickets, counts = [ticket for ticket, _ in group], [count for _, count in group]
+        rows = [ticket.row for ticket in tickets]
+        before = [(row.cache.length, len(row.tokens)) for row in rows]
+        try:
+            reading = read_next(self.model, rows, counts, tickets[0].request.routing)
+            emitted = draw_next(self.model, reading)
+            noted = [self.look(ticket, reading, number) for number, ticket in enumerate(tickets)]
+        except Exception as error:  # whatever it is: one request must not end the others, nor the engine
+            return list(self.recover(group, before, error))
+        for ticket, notes in zip(tickets, noted, strict=True):
+            for name, new in notes.items():
+                ticket.notes[name] += new
+        self.num_read["prompt"] += sum(
+            max(0, min(start + count, row.num_prompt) - start)
+            for row, count, (start, _) in zip(rows, counts, before, strict=True)
+        )
+        self.num_read["generated"] += len(emitted)
+        return [self.event_of(tickets[each.row], each) for each in emitted]
+
+    def look(self, ticket: Ticket, reading: Reading, number: int) -> dict[str, list[Any]]:
+        return {name: watch(self.model, reading, number) for name, watch in ticket.request.watches.items()}
+
+    def recover(
+        self, group: Sequence[tuple[Ticket, int]], before: Sequence[tuple[int, int]], error: Exception
+    ) -> Iterator[Event]:
+        for (ticket, count), (length, num_tokens) in zip(group, before, strict=True):
+            ticket.row.cache.crop(length)
+            if len(group) == 1 or len(ticket.row.tokens) != num_tokens:
+                yield self.leave(ticket, "failed", f"{type(error).__name__}: {error}")
+            else:
+                yield from self.advance([(ticket, count)])
+
+    def event_of(self, ticket: Ticket, emitted: Emitted) -> Event:
+        ended = None if emitted.reason is None else self.leave(ticket, emitted.reason)
+        if ended is None:
+            return Event(ticket, emitted.token, emitted.text, None, ticket.take_notes())
+        return ended._replace(token=emitted.token, text=emitted.text)
+
+    def leave(self, ticket: Ticket, ending: Ending, error: str = "") -> Event:
+        """Free what the request holds: its seat, its cache, its share of what is admitted."""
+        if ticket in self.seated:
+            self.seated.remove(ticket)
+        cache = ticket.row.cache
+        ticket.cache_bytes, ticket.num_read, ticket.num_entries = cache.bytes_written, cache.length, cache.num_entries
+        ticket.row.cache = Cache(self.model.config)  # the old one's memory is free
+        with self.lock:
+            self.num_admitted -= 1
+            self.num_reserved -= ticket.reserved
+        self.endings[ending] += 1
+        return Event(ticket, None, "", ending, ticket.take_notes(), error)
+
+
+def next_counts(unread: Sequence[int], limits: Limits) -> list[int]:
+    """How many tokens each row reads: one where a row has only its last one left, the prompts share a piece.
+
+    >>> next_counts([1, 100, 9, 1], Limits(prompt_piece=16))
+    [1, 23, 9, 1]
+    """
+    prompts = [number for number, count in enumerate(unread) if count > 1]
+    num_generating = len(unread) - len(prompts)
+    piece = limits.prompt_alone
+    if num_generating:
+        piece = min(piece, max(limits.prompt_piece * len(prompts), num_generating // 2))
+    counts = [1] * len(unread)
+    for number, share in zip(prompts, share_out([unread[number] for number in prompts], piece), strict=True):
+        counts[number] = share
+    return counts
+
+
+def share_out(wanted: Sequence[int], budget: int) -> list[int]:
+    """Equal parts of a budget, to nobody more than wanted or less than one: what some leave the others get.
+
+    >>> share_out([100, 3, 100], 43), share_out([5, 5, 5], 2)
+    ([20, 3, 20], [1, 1, 1])
+    """
+    shares = [0] * len(wanted)
+    for place, number in enumerate(sorted(range(len(wanted)), key=lambda number: wanted[number])):
+        shares[number] = max(1, min(wanted[number], budget // (len(wanted) - place)))
+        budget = max(0, budget - shares[number])
+    return shares

@@ -1,0 +1,175 @@
+"""The bodies of requests, as OpenAI's clients send them, and of answers.
+
+Values are not converted: "7" is no number. Fields that are not known are refused, since a client that sends one
+expects it to do something; of OpenAI's that are not supported only the values that change nothing are taken.
+"""
+
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import BaseModel, ConfigDict, Field
+from typing_extensions import TypedDict
+
+Text = Annotated[str, Field(min_length=1)]
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+Tokens = Annotated[list[Token], Field(min_length=1)]
+
+
+class StrictBody(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class StreamOptions(StrictBody):
+    include_usage: bool = False
+
+
+class Sampled(StrictBody):
+    """What both kinds of completion share."""
+
+    model: str | None = Field(None, description="the name that /v1/models lists; without one: the one that is served")
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    n: int = Field(1, ge=1, le=128)
+    stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: str | None = Field(None, description="ignored")
+    frequency_penalty: Literal[0] | None = Field(None, description="not supported")
+    presence_penalty: Literal[0] | None = Field(None, description="not supported")
+    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = Field(None, description="not supported")
+    depth: bool = Field(False, description="also tell which layers computed each token, and the share of FLOPs")
+    capacity: float | None = Field(None, gt=0, le=1, description="a setting of the dial, as /v1/models lists them")
+
+    @property
+    def wants_usage(self) -> bool:
+        """At the end of a stream; other answers have it always."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionBody(Sampled):
+    prompt: Text | Tokens | Annotated[list[Text], Field(min_length=1)] | Annotated[list[Tokens], Field(min_length=1)]
+    max_tokens: int | None = Field(None, ge=1, le=2**31, description="16 if not given")
+    logprobs: int | None = Field(None, ge=0, le=5)
+    echo: bool = False
+    best_of: Literal[1] | None = Field(None, description="not supported")
+    suffix: None = Field(None, description="not supported")
+
+
+class Message(StrictBody):
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+class ChatBody(Sampled):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: int | None = Field(None, ge=1, le=2**31, description="what the context leaves, if not given")
+    max_completion_tokens: int | None = Field(None, ge=1, le=2**31, description="the newer name of max_tokens")
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+
+
+class DepthBody(StrictBody):
+    model: str | None = None
+    text: Text
+    capacity: float | None = Field(None, gt=0, le=1)
+
+
+# -- answers
+
+
+class ErrorDetail(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(TypedDict):
+    error: ErrorDetail
+
+
+class Status(TypedDict):
+    status: Literal["ok", "ready"]
+
+
+class ModelFacts(TypedDict):
+    num_layers: int
+    routed_layers: list[int]
+    max_length: int
+    vocab_size: int
+    num_parameters: int
+    capacity: float | None  # None: dense
+    dial: list[float]
+    chat: bool
+
+
+class ModelCard(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    modepth: ModelFacts
+
+
+class ModelList(TypedDict):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Usage(TypedDict):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class Cost(TypedDict):
+    """What a request took of what the dense model would have."""
+
+    flops_share: float
+    cache_bytes: int
+    dense_cache_bytes: int
+
+
+class Depth(TypedDict):
+    """Tokens, the prompt's first, and the layers that computed each but the last, which was not read."""
+
+    tokens: list[str]
+    layers: list[list[int]]
+    cost: NotRequired[Cost]  # at the end
+
+
+class Choice(TypedDict):
+    index: int
+    finish_reason: Literal["stop", "length"] | None
+    logprobs: dict[str, Any] | None
+    text: NotRequired[str]
+    message: NotRequired[dict[str, str]]
+    delta: NotRequired[dict[str, str]]
+    depth: NotRequired[Depth]
+
+
+class Completion(TypedDict):
+    id: str
+    object: Literal["text_completion", "chat.completion", "chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: NotRequired[Usage | None]
+
+
+class DepthToken(TypedDict):
+    id: int
+    text: str
+    layers: list[int]  # that computed it
+    scores: list[float]  # of the routed layers, in order
+    routed: list[bool]  # by the routed layers, in order
+
+
+class DepthAnswer(TypedDict):
+    model: str
+    capacity: float | None
+    num_layers: int
+    routed_layers: list[int]
+    thresholds: list[float | None]  # of the routed layers; None where the decision is not by a threshold
+    tokens: list[DepthToken]
+    cost: Cost

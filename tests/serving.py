@@ -1,0 +1,70 @@
+"""A server for the tests: real HTTP on a free port, a tiny model in float64, in a thread of this process."""
+
+import threading
+import time
+from contextlib import contextmanager
+
+import httpx
+import torch
+import uvicorn
+
+from modepth.calibration import calibrate
+from modepth.serve.chat import ChatTemplate
+from modepth.serve.engine import Limits
+from modepth.serve.http import Server, Settings, make_app
+from modepth.serve.listen import new_listener
+from modepth.serve.served import Served
+from modepth.tokenizer import ByteTokenizer, as_library
+from tests.oracles import tiny_model
+
+LONGEST = 3000
+TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}a:"
+
+
+def tiny_served(max_length=LONGEST, **changes):
+    """Bytes in, bytes out, and never the end of text; two settings of the dial, and a template for chats."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = tiny_model(vocab_size=256, max_length=max_length, num_layers=3, cutoff=0.3).eval()
+        held_out = torch.randint(256, (4, 24), generator=torch.Generator().manual_seed(1))
+        dial = {share: calibrate(model, held_out, share) for share in (0.25, 1.0)}
+    finally:
+        torch.set_default_dtype(torch.float32)
+    tokenizer = as_library(ByteTokenizer())
+    template = ChatTemplate(TEMPLATE, {}, tokenizer.tokenizer)
+    whole = {"name": "tiny", "model": model, "tokenizer": tokenizer, "template": template, "dial": dial}
+    return Served(**whole | changes)
+
+
+@contextmanager
+def serving(open_model, *, ready=True, **settings):
+    """Yields a client whose `server` is the Server; ends what is under way at the end."""
+    server = Server(open_model, Settings(**{"limits": Limits(prompt_piece=5)} | settings))
+    listener = new_listener("127.0.0.1", 0)
+    config = uvicorn.Config(make_app(server), log_level="warning", timeout_graceful_shutdown=1)
+    listening = uvicorn.Server(config)
+    thread = threading.Thread(target=listening.run, kwargs={"sockets": [listener]})
+    thread.start()
+    key = {"Authorization": f"Bearer {settings['api_key']}"} if settings.get("api_key") else {}
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    try:
+        with httpx.Client(base_url=url, headers=key, timeout=30) as client:
+            client.server = server
+            wait_for(lambda: listening.started)
+            if ready:
+                wait_for(lambda: server.running is not None)
+            yield client
+    finally:
+        listening.should_exit = True
+        thread.join()
+
+
+def wait_for(condition, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about in time"
+        time.sleep(0.005)
+
+
+def engine_of(client):
+    return client.server.running[1].engine
