@@ -1,8 +1,9 @@
 """FLOPs, parameters and cache bytes of a model, from its config alone.
 
 A multiply-add counts 2. Counted are the matrix products: projections, attention scores and values,
-feed-forward, router, predictor, logits; not norms, rotations, gathers. A routed layer is counted at
-its capacity, since that, not the outcome of routing, fixes its cost. Numbers are for one sequence.
+feed-forward, router, predictor, logits; not norms, rotations, gathers. A routed layer and an expert are
+counted at their capacity, since that, not the outcome of routing, fixes their cost. Numbers are for one
+sequence.
 
 `half_causal` counts only the lower triangle of attention, what a perfect causal kernel would do;
 published figures differ in this, so both are offered.
@@ -24,7 +25,7 @@ class LayerFlops(NamedTuple):
     layer: int
     routed: bool
     num_attended: int
-    num_fed: int
+    num_fed: int  # with experts, those that come to them; each expert has room for some
     attention: int
     mlp: int
     router: int
@@ -53,19 +54,37 @@ def one_layer(config: ModelConfig, layer: int, length: int, half_causal: bool) -
         num_attended=num_attended,
         num_fed=num_fed,
         attention=projections + scores_and_values,
-        mlp=6 * num_fed * config.dim * config.mlp_width,
-        router=2 * length * config.dim if routed else 0,
+        mlp=6 * num_expert_tokens(config, layer, num_fed) * config.dim * config.mlp_width,
+        router=2 * config.dim * ((length if routed else 0) + num_fed * num_alternatives(config, layer)),
         predictor=2 * length * (config.dim + 1) * predictor_width(config) if routed else 0,
     )
 
 
 def num_computed(config: ModelConfig, layer: int, length: int) -> tuple[int, int]:
     """How many of a row's tokens the attention and the feed-forward of a layer compute."""
-    routing = config.routing
-    if routing is None or layer not in config.routed_layers or routing.selection == "soft":
+    routing, decides = config.routing, config.decided_by(layer)
+    if routing is None or decides is None or routing.selection == "soft":
         return length, length
     k = num_routed(length, routing.capacity)
+    if routing.flow != "rejoin":
+        # Every routed layer on the way chose among those that the one before it chose.
+        for _ in range(config.routed_layers.index(decides)):
+            k = num_routed(k, routing.capacity)
     return {"block": (k, k), "attention": (k, length), "mlp": (length, k)}[routing.part]
+
+
+def num_expert_tokens(config: ModelConfig, layer: int, num_fed: int) -> int:
+    """How many tokens the feed-forwards of a layer compute: the room of all its experts, if it has some."""
+    if config.experts is None or layer not in config.expert_layers:
+        return num_fed
+    return config.experts.num_experts * num_routed(num_fed, config.experts.capacity)
+
+
+def num_alternatives(config: ModelConfig, layer: int) -> int:
+    """What a layer's tokens are scored for: experts and no-ops."""
+    if config.experts is None or layer not in config.expert_layers:
+        return 0
+    return config.experts.num_experts + config.experts.num_noops
 
 
 def predictor_width(config: ModelConfig) -> int:
@@ -102,13 +121,19 @@ def num_parameters(config: ModelConfig) -> int:
     """All parameters, embeddings included, tied ones once."""
     embeddings = config.vocab_size * config.dim * (1 if config.tie_embeddings else 2)
     attention = 2 * config.dim * (config.dim + config.kv_heads * config.head_dim)
-    layer = attention + 3 * config.dim * config.mlp_width + 2 * config.dim
+    mlp = 3 * config.dim * config.mlp_width
+    layer = attention + mlp + 2 * config.dim
+    experts = 0
+    if config.experts is not None:
+        router = config.dim * num_alternatives(config, config.expert_layers[0])
+        experts = mlp * (config.experts.num_experts - 1) + router
     width = predictor_width(config)
     predictor = (config.dim + 2) * width + 1 if width else 0
     return (
         embeddings
         + config.num_layers * layer
         + len(config.routed_layers) * (config.dim + predictor)
+        + len(config.expert_layers) * experts
         + config.dim  # the final norm
     )
 
@@ -120,5 +145,5 @@ def cache_bytes(config: ModelConfig, length: int, *, value_bytes: int = 4) -> in
 
 
 def dense(config: ModelConfig) -> ModelConfig:
-    """The same shape with nothing routed."""
-    return replace(config, routing=None)
+    """The same shape with nothing routed and a single feed-forward in each layer."""
+    return replace(config, routing=None, experts=None)

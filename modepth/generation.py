@@ -17,6 +17,7 @@ from torch import Tensor
 
 from modepth.cache import Cache
 from modepth.config import RoutingConfig
+from modepth.experts import ExpertRouting
 from modepth.model import Transformer, check_tokens
 from modepth.routing import Routing
 from modepth.sampling import Sampling, draw, new_generator
@@ -100,10 +101,10 @@ def advance(
 ) -> list[Emitted]:
     """Read the next tokens of all rows together; those that have read all of theirs get a new one."""
     unread = [row.unread(chunk) for row in rows]
-    states_ND, routings = model.extend(unread, [row.cache for row in rows], routing=routing)
-    check_all(routings)
+    states_ND, decided = model.extend(unread, [row.cache for row in rows], routing=routing)
+    check_all(decided)
     if keep_layers:
-        note_layers(model, rows, unread, routings)
+        note_layers(model, rows, unread, [each for each in decided if isinstance(each, Routing)])
     ends = torch.tensor([len(tokens) for tokens in unread]).cumsum(0) - 1
     ready = [number for number, row in enumerate(rows) if row.cache.length == len(row.tokens)]
     if not ready:
@@ -116,11 +117,13 @@ def advance(
     return emitted
 
 
-def check_all(routings: Sequence[Routing]) -> None:
+def check_all(decided: Sequence[Routing | ExpertRouting]) -> None:
     """Raise if a score is not finite; one look at all layers, since it is taken at every token."""
+    routings = [each for each in decided if isinstance(each, Routing)]
     scores = [score for each in routings for score in (each.logit_BT, each.predicted_BT) if score is not None]
-    if scores and not torch.stack(scores).isfinite().all():
-        for each in routings:
+    scores += [each.logit_BTA.flatten(1) for each in decided if isinstance(each, ExpertRouting)]
+    if scores and not torch.cat(scores, dim=1).isfinite().all():
+        for each in decided:
             each.check()
 
 
@@ -128,14 +131,15 @@ def note_layers(
     model: Transformer, rows: Sequence[Row], unread: Sequence[Sequence[int]], routings: Sequence[Routing]
 ) -> None:
     """Remember which layers computed each token that was just read."""
-    skipped = {routing.layer: (~routing.chosen_BT[0]).tolist() for routing in routings}
+    config = model.config
+    chosen = {routing.layer: routing.chosen_BT[0].tolist() for routing in routings}
+    by = {layer: config.decided_by(layer) for layer in range(config.num_layers)}
     place = 0
     for row, tokens in zip(rows, unread, strict=True):
         for _ in tokens:
-            used = (
-                layer for layer in range(model.config.num_layers) if not (layer in skipped and skipped[layer][place])
+            row.layers.append(
+                tuple(layer for layer, decides in by.items() if decides is None or chosen[decides][place])
             )
-            row.layers.append(tuple(used))
             place += 1
 
 

@@ -240,12 +240,12 @@ def check_repeats(runs: Sequence[PlannedRun], data: DataFacts) -> None:
 
 
 def measuring_flops(run: PlannedRun, data: DataFacts, test_windows: int | None) -> int:
-    """FLOPs of all evaluations of a run: those while it trains, and of the test split; a routed one has two modes."""
+    """FLOPs of a run's evaluations, while it trains and of the test split; in both modes where training looks ahead."""
     times = max(1, -(-run.steps // run.train.eval_every))
     windows = times * min(run.train.eval_windows, data.windows("validation", run.length))
     test = data.windows("test", run.length)
     windows += test if test_windows is None else min(test_windows, test)
-    return windows * forward(run.model, run.length) * (1 if run.model.routing is None else 2)
+    return windows * forward(run.model, run.length) * (2 if run.model.looks_ahead else 1)
 
 
 def expected_seconds(
