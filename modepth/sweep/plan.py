@@ -25,6 +25,7 @@ from modepth.sweep.config import Arm, SweepConfig
 
 WITHOUT_EFFECT = ("eval_every", "save_every", "keep_checkpoints", "log_every")  # on the result of a run
 MAX_LAYERS = 10_000
+NO_COST = 0.002  # of the wanted FLOPs: a layer that adds less will never add up to them
 START_SECONDS = 5.0  # of a run: a process, its imports, its data
 
 
@@ -207,6 +208,11 @@ def nearest_layers(fields: Mapping[str, Any], target: int, length: int | None) -
     best = next(models)
     while forward(best, length) < target:
         deeper = next(models)
+        if forward(deeper, length) - forward(best, length) < NO_COST * target:
+            raise ValueError(
+                f"layers beyond {best.num_layers} cost nearly nothing, since tokens leave on the way, so the FLOPs do not "
+                "come up to the dense model's: raise routing.capacity or routing.every, or set the arm's size to depth"
+            )
         if forward(deeper, length) - target >= target - forward(best, length):
             break
         best = deeper
