@@ -53,6 +53,7 @@ def study(data: Path, out: Path, budget: float, depth: int, seeds: int) -> dict[
         "baseline": "dense",
         "repeats": "flag",
         "keep": False,
+        "test_windows": 512,
         "arms": {name: {"model": model} for name, model in ARMS.items()},
         "grids": [{"budgets": [budget], "depths": [depth], "seeds": list(range(seeds))}],
     }

@@ -128,6 +128,7 @@ def test_a_token_that_no_expert_computes_keeps_its_residual():
             assert 0 < kept_BT.sum() < kept_BT.numel()
 
 
+@pytest.mark.law
 def test_an_infinite_update_of_an_invalid_slot_harms_no_one():
     module = experts_module(EXPERTS["token-choice"])
     x_BTD, real_BT = torch.randn(2, 13, 10), real_mask([13, 3], 13)
@@ -359,6 +360,7 @@ def test_a_score_that_is_not_finite_is_raised_with_layer_and_expert():
 # -- pictures
 
 
+@pytest.mark.law
 def test_a_trace_tells_which_expert_computed_each_token_or_none():
     model, tokens = family_model("staged", experts=EXPERTS["integrated, top-2"]), tiny_tokens()
     with torch.no_grad(), record(model) as trace:
@@ -439,10 +441,14 @@ def test_the_config_of_experts_survives_being_saved():
     assert config.expert_layers == (1, 2, 4)
 
 
-def test_the_python_of_the_page_on_experts_runs(capsys):
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "experts.md").read_text(), flags=re.DOTALL)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_the_python_of_the_page_on_experts_runs_and_prints_what_it_says(capsys):
+    page = (ROOT / "docs" / "experts.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     assert len(blocks) == 3
     for block in blocks:
         exec(block, {})
-        printed = capsys.readouterr().out.splitlines()
-        assert printed == re.findall(r"print\(.*\)  # (.*)", block)
+        printed = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("routed layers")]
+        said = re.findall(r"print\(.*\)  # (.*)", block)
+        assert printed == said if said else all(f"`{line}`" in page for line in printed), printed
+        assert printed

@@ -267,6 +267,7 @@ MAY_IMPORT = {
 }
 
 PUBLIC_NAMES = [
+    "ExpertsConfig",
     "LossWeights",
     "MixtureOfDepths",
     "ModelConfig",

@@ -210,8 +210,8 @@ def nearest_layers(fields: Mapping[str, Any], target: int, length: int | None) -
         deeper = next(models)
         if forward(deeper, length) - forward(best, length) < NO_COST * target:
             raise ValueError(
-                f"layers beyond {best.num_layers} cost nearly nothing, since tokens leave on the way, so the FLOPs do not "
-                "come up to the dense model's: raise routing.capacity or routing.every, or set the arm's size to depth"
+                f"layers beyond {best.num_layers} cost nearly nothing, since tokens leave on the way, so the FLOPs do "
+                "not come up to the dense model's: raise routing.capacity or routing.every, or set the arm's size: depth"
             )
         if forward(deeper, length) - target >= target - forward(best, length):
             break
