@@ -25,7 +25,7 @@ from modepth.sweep.config import Arm, SweepConfig
 
 WITHOUT_EFFECT = ("eval_every", "save_every", "keep_checkpoints", "log_every")  # on the result of a run
 MAX_LAYERS = 10_000
-NO_COST = 0.002  # of the wanted FLOPs: a layer that adds less will never add up to them
+NO_COST = 0.1  # of the first layer: `every` more layers that cost less will hardly add up to a dense model's
 START_SECONDS = 5.0  # of a run: a process, its imports, its data
 
 
@@ -208,15 +208,25 @@ def nearest_layers(fields: Mapping[str, Any], target: int, length: int | None) -
     best = next(models)
     while forward(best, length) < target:
         deeper = next(models)
-        if forward(deeper, length) - forward(best, length) < NO_COST * target:
-            raise ValueError(
-                f"layers beyond {best.num_layers} cost nearly nothing, since tokens leave on the way, so the FLOPs do "
-                "not come up to the dense model's: raise routing.capacity or routing.every, or set the arm's size: depth"
-            )
+        check_growing(best, length)
         if forward(deeper, length) - target >= target - forward(best, length):
             break
         best = deeper
     return best
+
+
+def check_growing(model: ModelConfig, length: int | None) -> None:
+    """Raise if more layers would cost nearly nothing: where tokens leave for good, each has fewer to compute."""
+    routing = model.routing
+    if routing is None or routing.flow == "rejoin":
+        return
+    deeper = replace(model, num_layers=model.num_layers + routing.every)
+    layer = flops.layer_flops(model, length or model.max_length, half_causal=True)[0].total
+    if forward(deeper, length) - forward(model, length) < NO_COST * layer:
+        raise ValueError(
+            f"layers beyond {model.num_layers} cost nearly nothing, since tokens leave on the way: the dense model's "
+            "FLOPs are not reached; raise routing.capacity or routing.every, or set the arm's size to depth"
+        )
 
 
 def fewest_layers(routing: RoutingConfig | None) -> int:
