@@ -268,8 +268,8 @@ def without_format(data: Mapping[str, Any], where: str) -> dict[str, Any]:
     return rest
 
 
-def model_config_to_dict(config: ModelConfig) -> dict[str, Any]:
-    """Plain data that `model_config_from_dict` reads back."""
+def model_config_to_dict(config: Any) -> dict[str, Any]:
+    """Plain data that `model_config_from_dict` reads back; of a model from elsewhere, `adopted.config_from_dict`."""
     return {"format": FORMAT, **asdict(config)}
 
 

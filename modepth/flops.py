@@ -10,13 +10,15 @@ published figures differ in this, so both are offered.
 """
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from modepth.config import ModelConfig
+from modepth.adopted import AdoptedConfig, AnyConfig, Costs
+from modepth.config import ExpertsConfig, ModelConfig
 from modepth.routing import num_routed
 from modepth.validation import check_count
 
 POSITION_BYTES = 4
+Config = TypeVar("Config", bound=AnyConfig)
 
 
 class LayerFlops(NamedTuple):
@@ -36,31 +38,55 @@ class LayerFlops(NamedTuple):
         return self.attention + self.mlp + self.router + self.predictor
 
 
-def layer_flops(config: ModelConfig, length: int, *, half_causal: bool = False) -> list[LayerFlops]:
+def layer_flops(config: AnyConfig, length: int, *, half_causal: bool = False) -> list[LayerFlops]:
     """Forward FLOPs of every layer for one sequence of `length` tokens."""
     check_count("length", length, low=1)
-    return [one_layer(config, layer, length, half_causal) for layer in range(config.num_layers)]
+    costs = costs_of(config)
+    return [one_layer(config, costs, layer, length, half_causal) for layer in range(config.num_layers)]
 
 
-def one_layer(config: ModelConfig, layer: int, length: int, half_causal: bool) -> LayerFlops:
+def one_layer(config: AnyConfig, costs: Costs, layer: int, length: int, half_causal: bool) -> LayerFlops:
     num_attended, num_fed = num_computed(config, layer, length)
-    kv_dim = config.kv_heads * config.head_dim
-    projections = 4 * num_attended * config.dim * (config.dim + kv_dim)
-    scores_and_values = 4 * num_attended**2 * config.dim // (2 if half_causal else 1)
     routed = layer in config.routed_layers
     return LayerFlops(
         layer=layer,
         routed=routed,
         num_attended=num_attended,
         num_fed=num_fed,
-        attention=projections + scores_and_values,
-        mlp=6 * num_expert_tokens(config, layer, num_fed) * config.dim * config.mlp_width,
-        router=2 * config.dim * ((length if routed else 0) + num_fed * num_alternatives(config, layer)),
-        predictor=2 * length * (config.dim + 1) * predictor_width(config) if routed else 0,
+        attention=num_attended * costs.attention[layer]
+        + num_attended**2 * costs.scores[layer] // (2 if half_causal else 1),
+        mlp=num_expert_tokens(config, layer, num_fed) * costs.mlp[layer],
+        router=costs.router * ((length if routed else 0) + num_fed * num_alternatives(config, layer)),
+        predictor=length * costs.predictor if routed else 0,
     )
 
 
-def num_computed(config: ModelConfig, layer: int, length: int) -> tuple[int, int]:
+def costs_of(config: AnyConfig) -> Costs:
+    """What the parts of a model cost: of a transformers model, as it was counted when it was taken in."""
+    if isinstance(config, AdoptedConfig):
+        return config.costs
+    dim, kv_dim, width = config.dim, config.kv_heads * config.head_dim, predictor_width(config)
+    embeddings = config.vocab_size * dim * (1 if config.tie_embeddings else 2)
+    attention, mlp = 2 * dim * (dim + kv_dim), 3 * dim * config.mlp_width
+    routers = len(config.routed_layers) * (dim + ((dim + 2) * width + 1 if width else 0))
+    norms = (2 * config.num_layers + 1) * dim
+    experts = sum(
+        mlp * (config.experts.num_experts - 1) + dim * num_alternatives(config, layer)
+        for layer in config.expert_layers
+        if config.experts is not None
+    )
+    return Costs(
+        attention=(2 * attention,) * config.num_layers,
+        mlp=(2 * mlp,) * config.num_layers,
+        scores=(4 * dim,) * config.num_layers,
+        router=2 * dim,
+        predictor=2 * (dim + 1) * width,
+        logits=2 * dim * config.vocab_size,
+        parameters=embeddings + config.num_layers * (attention + mlp) + experts + routers + norms,
+    )
+
+
+def num_computed(config: AnyConfig, layer: int, length: int) -> tuple[int, int]:
     """How many of a row's tokens the attention and the feed-forward of a layer compute."""
     routing, decides = config.routing, config.decided_by(layer)
     if routing is None or decides is None or routing.selection == "soft":
@@ -73,30 +99,33 @@ def num_computed(config: ModelConfig, layer: int, length: int) -> tuple[int, int
     return {"block": (k, k), "attention": (k, length), "mlp": (length, k)}[routing.part]
 
 
-def num_expert_tokens(config: ModelConfig, layer: int, num_fed: int) -> int:
+def num_expert_tokens(config: AnyConfig, layer: int, num_fed: int) -> int:
     """How many tokens the feed-forwards of a layer compute: the room of all its experts, if it has some."""
-    if config.experts is None or layer not in config.expert_layers:
-        return num_fed
-    return config.experts.num_experts * num_routed(num_fed, config.experts.capacity)
+    experts = experts_in(config, layer)
+    return num_fed if experts is None else experts.num_experts * num_routed(num_fed, experts.capacity)
 
 
-def num_alternatives(config: ModelConfig, layer: int) -> int:
+def num_alternatives(config: AnyConfig, layer: int) -> int:
     """What a layer's tokens are scored for: experts and no-ops."""
-    if config.experts is None or layer not in config.expert_layers:
-        return 0
-    return config.experts.num_experts + config.experts.num_noops
+    experts = experts_in(config, layer)
+    return 0 if experts is None else experts.num_experts + experts.num_noops
 
 
-def predictor_width(config: ModelConfig) -> int:
+def experts_in(config: AnyConfig, layer: int) -> ExpertsConfig | None:
+    """The experts of a layer; a transformers model's were counted with its feed-forward."""
+    return config.experts if isinstance(config, ModelConfig) and layer in config.expert_layers else None
+
+
+def predictor_width(config: AnyConfig) -> int:
     return 0 if config.routing is None else config.routing.predictor or 0
 
 
-def logits_flops(config: ModelConfig, length: int) -> int:
+def logits_flops(config: AnyConfig, length: int) -> int:
     """Forward FLOPs of the projection to the vocabulary."""
-    return 2 * length * config.dim * config.vocab_size
+    return length * costs_of(config).logits
 
 
-def forward_flops(config: ModelConfig, length: int, *, logits: bool = True, half_causal: bool = False) -> int:
+def forward_flops(config: AnyConfig, length: int, *, logits: bool = True, half_causal: bool = False) -> int:
     """FLOPs of one forward pass over one sequence.
 
     >>> config = ModelConfig(vocab_size=256, num_layers=2, dim=64, num_heads=2)
@@ -108,34 +137,18 @@ def forward_flops(config: ModelConfig, length: int, *, logits: bool = True, half
     return layers + (logits_flops(config, length) if logits else 0)
 
 
-def training_flops(config: ModelConfig, length: int, *, logits: bool = True, half_causal: bool = False) -> int:
+def training_flops(config: AnyConfig, length: int, *, logits: bool = True, half_causal: bool = False) -> int:
     """FLOPs of a forward and backward pass over one sequence: three times the forward.
 
     But for the predictor, whose input is detached: its first layer passes no gradient on.
     """
-    not_passed_on = len(config.routed_layers) * 2 * length * config.dim * predictor_width(config)
+    not_passed_on = len(config.routed_layers) * length * costs_of(config).router * predictor_width(config)
     return 3 * forward_flops(config, length, logits=logits, half_causal=half_causal) - not_passed_on
 
 
-def num_parameters(config: ModelConfig) -> int:
+def num_parameters(config: AnyConfig) -> int:
     """All parameters, embeddings included, tied ones once."""
-    embeddings = config.vocab_size * config.dim * (1 if config.tie_embeddings else 2)
-    attention = 2 * config.dim * (config.dim + config.kv_heads * config.head_dim)
-    mlp = 3 * config.dim * config.mlp_width
-    layer = attention + mlp + 2 * config.dim
-    experts = 0
-    if config.experts is not None:
-        router = config.dim * num_alternatives(config, config.expert_layers[0])
-        experts = mlp * (config.experts.num_experts - 1) + router
-    width = predictor_width(config)
-    predictor = (config.dim + 2) * width + 1 if width else 0
-    return (
-        embeddings
-        + config.num_layers * layer
-        + len(config.routed_layers) * (config.dim + predictor)
-        + len(config.expert_layers) * experts
-        + config.dim  # the final norm
-    )
+    return costs_of(config).parameters
 
 
 def cache_bytes(config: ModelConfig, length: int, *, value_bytes: int = 4) -> int:
@@ -144,6 +157,8 @@ def cache_bytes(config: ModelConfig, length: int, *, value_bytes: int = 4) -> in
     return entry * sum(num_computed(config, layer, length)[0] for layer in range(config.num_layers))
 
 
-def dense(config: ModelConfig) -> ModelConfig:
+def dense(config: Config) -> Config:
     """The same shape with nothing routed and a single feed-forward in each layer."""
-    return replace(config, routing=None, experts=None)
+    if isinstance(config, ModelConfig):
+        config = replace(config, experts=None)
+    return replace(config, routing=None)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from modepth.adopted import AnyConfig
 from modepth.blocks import Context, rotary
 from modepth.cache import Cache, NewTokens
 from modepth.config import Mode, ModelConfig, RoutingConfig
@@ -40,7 +41,18 @@ class Output(NamedTuple):
     experts: tuple[ExpertRouting, ...] = ()  # one a layer with experts, in order
 
 
-class Transformer(nn.Module):
+class Decoder(nn.Module):
+    """What the training loop asks of a model, besides a forward that takes and returns what `Transformer`'s does."""
+
+    config: AnyConfig
+    checkpoint_activations: bool
+
+    def blocks(self) -> nn.ModuleList:
+        """Its layers."""
+        raise NotImplementedError
+
+
+class Transformer(Decoder):
     """A decoder in which the layers that `config.routing` names compute only some of the tokens.
 
     >>> from modepth import ModelConfig, RoutingConfig, Transformer
@@ -52,6 +64,8 @@ class Transformer(nn.Module):
     >>> [(routing.layer, routing.index_BK.shape[1]) for routing in out.routings]
     [(1, 6)]
     """
+
+    config: ModelConfig
 
     def __init__(self, config: ModelConfig, *, checkpoint_activations: bool = False) -> None:
         super().__init__()
@@ -65,6 +79,9 @@ class Transformer(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
         self.dropout = nn.Dropout(config.dropout)
         self.reset_parameters()
+
+    def blocks(self) -> nn.ModuleList:
+        return self.layers
 
     def reset_parameters(self) -> None:
         """Normal, std 0.02; projections back into the stream smaller, so that depth does not widen it."""

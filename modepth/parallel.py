@@ -20,14 +20,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from modepth.config import TrainConfig
 from modepth.experts import ExpertRouting
-from modepth.model import Output, Transformer
+from modepth.model import Decoder, Output
 from modepth.routing import KeptWide, Routing
 from modepth.world import World
 
 Decided = TypeVar("Decided", Routing, ExpertRouting)
 
 
-def spread(model: Transformer, config: TrainConfig, world: World) -> nn.Module:
+def spread(model: Decoder, config: TrainConfig, world: World) -> nn.Module:
     """What a training step calls; with fsdp, `model` itself then holds this process's rows only.
 
     Every process begins with the weights of the first.
@@ -45,7 +45,7 @@ def spread(model: Transformer, config: TrainConfig, world: World) -> nn.Module:
     return DistributedDataParallel(LossesOnly(forward), find_unused_parameters=True)
 
 
-def compiled(model: Transformer, config: TrainConfig) -> nn.Module:
+def compiled(model: Decoder, config: TrainConfig) -> nn.Module:
     # Every stage of the capacity is a graph of its own. Past this limit torch goes on uncompiled, and the stage that
     # the most of a run is spent in comes last.
     limits = torch._dynamo.config
@@ -53,13 +53,12 @@ def compiled(model: Transformer, config: TrainConfig) -> nn.Module:
     return torch.compile(model)  # type: ignore[return-value]
 
 
-def share_out(model: Transformer, world: World) -> None:
+def share_out(model: Decoder, world: World) -> None:
     """FSDP2: every layer's tensors by rows, gathered while the layer computes; the rest at once."""
     # Layers return views, which is a trap only for who then changes them in place; no one here does.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     mesh = init_device_mesh(world.device.type, (world.size,))
-    for layer in model.layers:
-        assert isinstance(layer, nn.Module)
+    for layer in model.blocks():
         # What is gathered together must have one dtype, and routers stay in float32 when a model is cast.
         if len({parameter.dtype for parameter in layer.parameters()}) > 1:
             for router in [module for module in layer.modules() if isinstance(module, KeptWide)]:

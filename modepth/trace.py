@@ -44,8 +44,9 @@ class ExpertLayer(NamedTuple):
 class Trace:
     """The routed layers of each recorded forward, in the order in which they ran."""
 
-    def __init__(self, config: ModelConfig | None = None) -> None:
-        self.config = config  # of the decoder; None: not known
+    def __init__(self, num_layers: int | None = None, config: ModelConfig | None = None) -> None:
+        self.num_layers = num_layers  # of the decoder, dense ones included; None: not known
+        self.config = config  # of a decoder of ours
         self.forwards: list[list[RoutedLayer]] = []
         self.experts: list[list[ExpertLayer]] = []  # likewise of the layers that have experts
         self._running: list[RoutedLayer] | None = None
@@ -76,7 +77,7 @@ class Trace:
         layers = self.routed_layers
         if len(set(layers)) < len(layers):
             raise ValueError(f"layers must have distinct numbers, got {layers}: MixtureOfDepths(..., layer=number)")
-        number = max(layers) + 1 if self.config is None else self.config.num_layers
+        number = max(layers) + 1 if self.num_layers is None else self.num_layers
         chosen = np.ones((number, self._row_length(row)), dtype=bool)
         by_layer = {each.layer: each.chosen_BT[row] for each in self.last}
         for layer in range(number):
@@ -149,7 +150,7 @@ def record(model: nn.Module) -> Iterator[Trace]:
         raise ValueError(f"nothing to record: this {type(model).__name__} has no router (a dense model routes nothing)")
     if hasattr(model, "_orig_mod") or any(module._compiled_call_impl is not None for module in model.modules()):
         raise ValueError("a compiled model runs without new hooks: record the model that torch.compile was given")
-    trace = Trace(decoder_config(model))
+    trace = Trace(num_decoder_layers(model), decoder_config(model))
     with ExitStack() as hooks:
         hooks.callback(model.register_forward_pre_hook(trace._begin).remove)
         for router in routers:
@@ -162,6 +163,15 @@ def decoder_config(model: nn.Module) -> ModelConfig | None:
     """The config of the decoder that `model` is or contains, None if it is none of ours."""
     configs = (getattr(module, "config", None) for module in model.modules())
     return next((config for config in configs if isinstance(config, ModelConfig)), None)
+
+
+def num_decoder_layers(model: nn.Module) -> int | None:
+    """The layers of the decoder that `model` is or contains, ours or of transformers; None if there is none."""
+    for config in (getattr(module, "config", None) for module in model.modules()):
+        count = getattr(config, "num_layers", getattr(config, "num_hidden_layers", None))
+        if isinstance(count, int):
+            return count
+    return None
 
 
 @torch.no_grad()  # or checkpointing would find tensors that the second forward did not save

@@ -16,7 +16,7 @@ from modepth.config import ModelConfig, RoutingConfig, Rule
 from modepth.data import read_windows, spread_windows
 from modepth.generation import Row, run_rows, start_rows
 from modepth.model import Transformer
-from modepth.run import load, open_split
+from modepth.run import load_native, open_split
 from modepth.run_data import data_of
 from modepth.sampling import Sampling
 from modepth.tokenizer import Tokenizer, load_tokenizer
@@ -67,7 +67,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 
 def run(options: argparse.Namespace) -> None:
-    model, tokenizer = load(options.folder), load_tokenizer(options.folder)
+    model, tokenizer = load_native(options.folder), load_tokenizer(options.folder)
     routing = routing_for(model, options)
     sampling = Sampling(
         max_tokens=options.max_tokens,
