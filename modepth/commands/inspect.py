@@ -243,7 +243,10 @@ def model_cells(config: AnyConfig) -> Cells:
         ["vocabulary", f"{config.vocab_size:,}"],
         ["longest sequence", f"{length:,}"],
         ["parameters", f"{num_parameters(config):,}"],
-        ["routed layers", ", ".join(map(str, config.routed_layers)) or "none: a dense model"],
+        [
+            "routed layers",
+            ", ".join(map(str, config.routed_layers)) or ("none" if config.looks_ahead else "none: a dense model"),
+        ],
     ]
     ratio_to_dense = ratio(forward_flops(config, length), forward_flops(dense(config), length))
     if isinstance(config, ModelConfig) and config.experts is not None:

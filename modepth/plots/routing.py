@@ -83,8 +83,8 @@ def token_map(
     add_shares(figure.axes[0], cells, edges)
     meanings = {COMPUTES: "computed", SKIPS: "skipped", IS_DENSE: "dense layer"}
     names = {name: cell_colour(cell) for cell, name in meanings.items() if experts is None or (cells == cell).any()}
-    for cell in np.unique(cells[cells >= FIRST_EXPERT]):
-        names[f"expert {cell - FIRST_EXPERT}"] = cell_colour(int(cell))
+    for number in range(min(len(EXPERT_COLOURS), int(cells.max()) - FIRST_EXPERT + 1)):
+        names[str(number) if number else "expert 0"] = cell_colour(FIRST_EXPERT + number)
     add_key(figure, names, left=LEFT)
     return figure
 
