@@ -1,7 +1,7 @@
 """The cutoff: by which a model that was trained with top-k decides without looking ahead.
 
 Each router keeps a running mean of the lowest score that top-k took, moved by the training loop once a step; an
-expert's router one for each expert, of the lowest gate that the expert took, or 0 where it had room left.
+expert's router one for each expert, of the lowest share that the expert took, or 0 where it had room left.
 """
 
 import math
@@ -25,9 +25,9 @@ def lowest_routed(routing: Routing) -> Tensor:
 
 
 def lowest_taken(decided: ExpertRouting) -> Tensor:
-    """For each expert, the lowest gate that it took in a row, 0 if it had room left, summed; and the rows: (E, 2)."""
-    gate_BTE = decided.logit_BTA.detach().double().softmax(-1)[..., : decided.chosen_BTE.shape[-1]]
-    lowest_BE = gate_BTE.masked_fill(~decided.chosen_BTE, math.inf).amin(1)
+    """For each expert, the lowest share that it took in a row, 0 if it had room left, summed; and the rows: (E, 2)."""
+    share_BTE = decided.logit_BTA.detach().double().softmax(-1)[..., : decided.chosen_BTE.shape[-1]]
+    lowest_BE = share_BTE.masked_fill(~decided.chosen_BTE, math.inf).amin(1)
     num_real_B = decided.real_BT.sum(1)
     full_BE = decided.chosen_BTE.sum(1) >= num_routed(num_real_B, decided.capacity).unsqueeze(1)
     total_E = torch.where(full_BE & (num_real_B > 0).unsqueeze(1), lowest_BE, 0.0).sum(0)

@@ -4,10 +4,11 @@
     choose     tokens pick experts, or experts pick tokens                choose_experts
     compute    each expert its tokens, summed by their gates              add_routed
 
-The gate is the token's softmax over all alternatives, so a single expert has gate 1. No-ops stand last among the
-alternatives and compute nothing: a token that picks one keeps its residual, and so does one that no expert had room
-for. In mode "topk" every expert has its slots, an equal number in every row, and takes the best of those that may
-come; in mode "causal" it takes all whose gate reaches its cutoff, a running mean of the lowest that training took.
+A token's shares are the softmax of its scores over all alternatives; the gate is the share times the number of
+alternatives a pick, 1 for an undecided router and for a single expert. No-ops stand last among the alternatives and
+compute nothing: a token that picks one keeps its residual, and so does one that no expert had room for. In mode "topk"
+every expert has its slots, an equal number in every row, and takes the best of those that may come; in mode "causal" it
+takes all whose share reaches its cutoff, a running mean of the lowest that training took.
 
 Shapes: B batch, T tokens, A alternatives, E experts, K slots of an expert's tokens, D width.
 """
@@ -79,7 +80,7 @@ class ExpertRouting:
 class ExpertRouter(KeptWide):
     """Scores every token for each alternative, in float32 or wider whatever the model's precision.
 
-    `cutoff_E` is the gate that each expert asks for in causal mode. It is saved with the weights, and no forward
+    `cutoff_E` is the share that each expert asks for in causal mode. It is saved with the weights, and no forward
     changes it. Before training it is an even share where experts pick, else 0.
     """
 
@@ -132,20 +133,21 @@ def choose_experts(
 ) -> tuple[ExpertRouting, list[Routing]]:
     """From scores to decisions: one for all tokens, and one for each expert."""
     config = router.config
-    gate_BTA = logit_BTA.softmax(-1)
-    wanted_BTA = CHOICES[config.choice](gate_BTA, real_BT, config)
-    gate_EBT, wanted_EBT = (values.movedim(-1, 0)[: config.num_experts] for values in (gate_BTA, wanted_BTA))
+    share_BTA = logit_BTA.softmax(-1)
+    scale = share_BTA.shape[-1] / config.per_token  # gates sum to 1 where the router is undecided
+    wanted_BTA = CHOICES[config.choice](share_BTA, real_BT, config)
+    share_EBT, wanted_EBT = (values.movedim(-1, 0)[: config.num_experts] for values in (share_BTA, wanted_BTA))
     if mode == "topk":
         k_B = num_routed(real_BT.sum(1), config.capacity)
         # The core's own choice, with a row of tokens for each expert.
         chosen_EBT = choose_best(
-            gate_EBT.flatten(0, 1), wanted_EBT.flatten(0, 1), k_B.repeat(config.num_experts)
+            share_EBT.flatten(0, 1), wanted_EBT.flatten(0, 1), k_B.repeat(config.num_experts)
         ).view_as(wanted_EBT)
         num_slots = [num_routed(real_BT.shape[1], config.capacity)] * config.num_experts
     else:
         chosen_EBT = wanted_EBT
         if config.capacity < 1:
-            chosen_EBT = wanted_EBT & (gate_EBT >= router.cutoff_E.view(-1, 1, 1))
+            chosen_EBT = wanted_EBT & (share_EBT >= router.cutoff_E.view(-1, 1, 1))
         num_slots = chosen_EBT.sum(-1).amax(-1).tolist()  # at inference shapes may follow the data
     index_EBK, valid_EBK = (
         slots.unflatten(0, wanted_EBT.shape[:2]) for slots in lay_out(chosen_EBT.flatten(0, 1), max(num_slots))
@@ -163,7 +165,7 @@ def choose_experts(
                 chosen_BT=chosen_EBT[expert],
                 index_BK=index_BK,
                 valid_BK=valid_BK,
-                gate_BK=torch.where(valid_BK, gate_EBT[expert].gather(1, index_BK), 0.0),
+                gate_BK=torch.where(valid_BK, scale * share_EBT[expert].gather(1, index_BK), 0.0),
                 bypass_BT=None,
                 capacity=config.capacity,
             )
@@ -172,16 +174,16 @@ def choose_experts(
     return ExpertRouting(router.layer, logit_BTA, real_BT, wanted_BTA, chosen_BTE, config.capacity), routings
 
 
-def picked_by_tokens(gate_BTA: Tensor, real_BT: Tensor, config: ExpertsConfig) -> Tensor:
+def picked_by_tokens(share_BTA: Tensor, real_BT: Tensor, config: ExpertsConfig) -> Tensor:
     """Each token's best alternatives; of equal ones the first. Looks at one token only."""
-    real_NA = real_BT.flatten().unsqueeze(1).expand(-1, gate_BTA.shape[-1])
+    real_NA = real_BT.flatten().unsqueeze(1).expand(-1, share_BTA.shape[-1])
     count_N = torch.full_like(real_NA[:, 0], config.per_token, dtype=torch.int64)
-    return choose_best(gate_BTA.flatten(0, 1), real_NA, count_N).view_as(gate_BTA)
+    return choose_best(share_BTA.flatten(0, 1), real_NA, count_N).view_as(share_BTA)
 
 
-def open_to_all(gate_BTA: Tensor, real_BT: Tensor, config: ExpertsConfig) -> Tensor:
+def open_to_all(share_BTA: Tensor, real_BT: Tensor, config: ExpertsConfig) -> Tensor:
     """Every real token may be taken by every expert."""
-    return real_BT.unsqueeze(-1).expand_as(gate_BTA)
+    return real_BT.unsqueeze(-1).expand_as(share_BTA)
 
 
 CHOICES: dict[str, Callable[[Tensor, Tensor, ExpertsConfig], Tensor]] = {

@@ -53,8 +53,8 @@ def z_loss(routings: Sequence[Routing]) -> Tensor:
 def expert_balance_loss(decisions: Sequence[ExpertRouting]) -> Tensor:
     """How unevenly tokens pick among the alternatives, no-ops included: 1 if evenly, up to their number if all agree.
 
-    The share of picks times the mean gate, summed and scaled, as in the Switch Transformer, equations 4 to 6. The share
-    is a count and has no gradient.
+    The share of picks times the mean softmax, summed and scaled, as in the Switch Transformer, equations 4 to 6. The
+    share of picks is a count and has no gradient.
     """
 
     def layer_loss(decided: ExpertRouting) -> Tensor:

@@ -55,14 +55,14 @@ def experts_slowly(module, x_BTD, real_BT, mode):
     out_BTD, taken_BTE = torch.zeros_like(x_BTD), torch.zeros(*x_BTD.shape[:2], E, dtype=torch.bool)
     for row, x_TD in enumerate(x_BTD):
         real = [token for token in range(len(x_TD)) if real_BT[row, token]]
-        gates = {token: (router.score.weight @ x_TD[token]).softmax(0) for token in real}
+        shares = {token: (router.score.weight @ x_TD[token]).softmax(0) for token in real}
         for expert in range(E):
-            scores = {token: gate[expert].item() for token, gate in gates.items()}
+            scores = {token: share[expert].item() for token, share in shares.items()}
             coming = real
             if config.choice == "token":
                 picks = {
-                    token: top_slowly(gate.tolist(), range(len(gate)), config.per_token)
-                    for token, gate in gates.items()
+                    token: top_slowly(share.tolist(), range(len(share)), config.per_token)
+                    for token, share in shares.items()
                 }
                 coming = [token for token in real if expert in picks[token]]
             if mode == "topk":
@@ -73,7 +73,8 @@ def experts_slowly(module, x_BTD, real_BT, mode):
                 members = [token for token in coming if scores[token] >= router.cutoff_E[expert]]
             for token in members:
                 taken_BTE[row, token, expert] = True
-                update = gates[token][expert] * module.experts[expert](x_TD[token])
+                gate = shares[token][expert] * (E + config.num_noops) / config.per_token
+                update = gate * module.experts[expert](x_TD[token])
                 out_BTD[row, token] = out_BTD[row, token] + update
     return out_BTD, taken_BTE
 

@@ -198,8 +198,7 @@ def test_flops_and_parameters_of_the_family_equal_independent_counts(name):
 
 
 def test_static_shapes_make_one_graph():
-    model = family_model("staged", experts=EXPERTS["integrated"])
-    tokens = tiny_tokens()
+    model, tokens = tiny_model(capacity=0.5, experts=EXPERTS["integrated"]), tiny_tokens()
 
     def step(model):
         out = model(tokens, targets=tokens, lengths=torch.tensor([23, 9, 0]), mode="topk")
