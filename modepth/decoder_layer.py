@@ -20,7 +20,7 @@ class Stream(NamedTuple):
     x_BTD: Tensor
     context: Context
     real_BT: Tensor  # bool: not padding
-    last: Routing | None = None  # what the last routed layer decided
+    left: Routing | None = None  # in a filter, or after an exit: the tokens that the last routed layer chose
 
 
 class Decisions(NamedTuple):
@@ -55,7 +55,7 @@ class Layer(nn.Module):
         return x_BTD + self.dropout(self.mlp(normed_BTD)), None
 
     def forward(self, stream: Stream, mode: Mode, routing: RoutingConfig | None = None) -> tuple[Stream, Decisions]:
-        context, real_BT, last = stream.context, stream.real_BT, stream.last
+        context, real_BT, left = stream.context, stream.real_BT, stream.left
         met: list[ExpertRouting] = []
 
         def feed(x: Tensor, slots: Routing | None) -> Tensor:
@@ -69,16 +69,14 @@ class Layer(nn.Module):
         flow = "rejoin" if routing is None else routing.flow
         if router is not None:
             position_BT = None if context.new is None else context.new.position_1N
-            among = None if flow == "rejoin" else last
-            decide: Decide = lambda x: router(x, real_BT, mode, routing, position_BT, among=among)  # noqa: E731
+            decide: Decide = lambda x: router(x, real_BT, mode, routing, position_BT, among=left)  # noqa: E731
             x_BTD, decision = ROUTED_PARTS[router.config.part](self, stream.x_BTD, context, decide, feed)
-        elif last is not None and flow == "exit":
-            carried = last.ungated()
-            x_BTD, _ = route_block(self, stream.x_BTD, context, lambda x: carried, feed)
+            left = None if flow == "rejoin" else decision.ungated()
+        elif left is not None and flow == "exit":
+            x_BTD, _ = route_block(self, stream.x_BTD, context, lambda x: left, feed)
         else:
             x_BTD = feed(self.attend(stream.x_BTD, context), None)
-        passed_on = Stream(x_BTD, context, real_BT, last if decision is None else decision)
-        return passed_on, Decisions(decision, met[0] if met else None)
+        return Stream(x_BTD, context, real_BT, left), Decisions(decision, met[0] if met else None)
 
 
 # The router reads the stream where the routed part does.

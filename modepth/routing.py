@@ -82,9 +82,17 @@ class Routing:
         return values.flatten(0, 1).index_add(0, self._flat_index(), routed.flatten(0, 1)).view_as(values)
 
     def ungated(self) -> "Routing":
-        """The same tokens, each with gate 1: for a layer that computes them without a router of its own."""
-        chosen_BK = self.chosen_BT.gather(1, self.index_BK)
-        return replace(self, gate_BK=chosen_BK.to(self.gate_BK.dtype), bypass_BT=None)
+        """The same tokens, each with gate 1: for layers that compute them without a router of their own.
+
+        Scores leave their graph: where a layer is sharded, its inputs get gradients of zero, and so would the router.
+        """
+        return replace(
+            self,
+            logit_BT=self.logit_BT.detach(),
+            predicted_BT=None,
+            gate_BK=self.valid_BK.to(self.gate_BK.dtype),
+            bypass_BT=None,
+        )
 
     def _flat_index(self) -> Tensor:
         B, T = self.logit_BT.shape
