@@ -69,6 +69,15 @@ class AdoptedConfig:
     def routed_layers(self) -> tuple[int, ...]:
         return () if self.routing is None else self.routing.routed_layers(self.num_layers)
 
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether training chooses by what it knows of later tokens, so that its loss is not that of generation."""
+        return self.routing is not None
+
+    def decided_by(self, layer: int) -> int | None:
+        """The layer whose router says which tokens a layer computes; None: it computes all."""
+        return layer if layer in self.routed_layers else None
+
 
 AnyConfig = ModelConfig | AdoptedConfig
 

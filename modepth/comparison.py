@@ -55,7 +55,7 @@ def compare(
     pictures = [
         picture
         for name, run in runs.items()
-        if run.model.config.routing is not None
+        if run.model.config.looks_ahead
         for picture in routing_pictures(name, run.model, validation, tokenizer)
     ]
     page = write_run_report(
@@ -104,6 +104,10 @@ def model_facts(model: Transformer) -> dict[str, object]:
     layers = f"{config.num_layers}"
     if config.routing is not None:
         layers += f", {len(config.routed_layers)} routed at {percent(config.routing.capacity)}"
+        layers += "" if config.routing.flow == "rejoin" else f" ({config.routing.flow})"
+    if config.experts is not None:
+        noops = f" and {config.experts.num_noops} no-ops" if config.experts.num_noops else ""
+        layers += f", {len(config.expert_layers)} of {config.experts.num_experts} experts{noops}"
     return {
         "layers": layers,
         "parameters": flops.num_parameters(config),
@@ -120,20 +124,22 @@ def routing_pictures(name: str, model: Transformer, validation: TokenFile, token
         model(windows_BT)
     # The end of a window: its tokens have the most to look back on.
     snippet = windows_BT[0, -SNIPPET:].tolist()
-    return [
+    tokens, config = [tokenizer.decode([token]) for token in snippet], model.config
+    partial_layers = [layer for layer in range(config.num_layers) if config.decided_by(layer) is not None]
+    experts = None if config.experts is None else trace.expert_map()[:, -SNIPPET:]
+    which = "layers" if experts is None else "layers and experts"
+    pictures = [
         Picture(
             f"token_map_{name}",
-            f"Which layers of {name} compute each token of a validation snippet, decided token by token.",
-            token_map(
-                [tokenizer.decode([token]) for token in snippet], trace.chosen_map()[:, -SNIPPET:], trace.routed_layers
-            ),
-        ),
-        Picture(
-            f"router_scores_{name}",
-            f"Router scores of {windows_BT.numel():,} validation tokens in the routed layers of {name}.",
-            score_histograms(*trace.scores(), cutoffs=causal_cutoffs(model)),
-        ),
+            f"Which {which} of {name} compute each token of a validation snippet, decided token by token.",
+            token_map(tokens, trace.chosen_map()[:, -SNIPPET:], partial_layers, experts),
+        )
     ]
+    if config.routing is not None:
+        scores = score_histograms(*trace.scores(), cutoffs=causal_cutoffs(model))
+        caption = f"Router scores of {windows_BT.numel():,} validation tokens in the routed layers of {name}."
+        pictures.append(Picture(f"router_scores_{name}", caption, scores))
+    return pictures
 
 
 def causal_cutoffs(model: Transformer) -> dict[int, float] | None:

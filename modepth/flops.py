@@ -1,8 +1,9 @@
 """FLOPs, parameters and cache bytes of a model, from its config alone.
 
 A multiply-add counts 2. Counted are the matrix products: projections, attention scores and values,
-feed-forward, router, predictor, logits; not norms, rotations, gathers. A routed layer is counted at
-its capacity, since that, not the outcome of routing, fixes its cost. Numbers are for one sequence.
+feed-forward, router, predictor, logits; not norms, rotations, gathers. A routed layer and an expert are
+counted at their capacity, since that, not the outcome of routing, fixes their cost. Numbers are for one
+sequence.
 
 `half_causal` counts only the lower triangle of attention, what a perfect causal kernel would do;
 published figures differ in this, so both are offered.
@@ -13,7 +14,7 @@ from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 from modepth.adopted import AdoptedConfig, AnyConfig, Costs
-from modepth.config import ModelConfig, RoutingConfig
+from modepth.config import ExpertsConfig, ModelConfig, RoutingConfig
 from modepth.routing import num_routed
 from modepth.validation import check_count
 
@@ -27,7 +28,7 @@ class LayerFlops(NamedTuple):
     layer: int
     routed: bool
     num_attended: int
-    num_fed: int
+    num_fed: int  # with experts, those that come to them; each expert has room for some
     attention: int
     mlp: int
     router: int
@@ -58,8 +59,8 @@ def one_layer(config: AnyConfig, layer: int, length: int, computed: tuple[int, i
         num_fed=num_fed,
         attention=num_attended * costs.attention[layer]
         + num_attended**2 * costs.scores[layer] // (2 if half_causal else 1),
-        mlp=num_fed * costs.mlp[layer],
-        router=length * costs.router if routed else 0,
+        mlp=num_expert_tokens(config, layer, num_fed) * costs.mlp[layer],
+        router=costs.router * ((length if routed else 0) + num_fed * num_alternatives(config, layer)),
         predictor=length * costs.predictor if routed else 0,
     )
 
@@ -73,6 +74,11 @@ def costs_of(config: AnyConfig) -> Costs:
     attention, mlp = 2 * dim * (dim + kv_dim), 3 * dim * config.mlp_width
     routers = len(config.routed_layers) * (dim + ((dim + 2) * width + 1 if width else 0))
     norms = (2 * config.num_layers + 1) * dim
+    experts = sum(
+        mlp * (config.experts.num_experts - 1) + dim * num_alternatives(config, layer)
+        for layer in config.expert_layers
+        if config.experts is not None
+    )
     return Costs(
         attention=(2 * attention,) * config.num_layers,
         mlp=(2 * mlp,) * config.num_layers,
@@ -80,21 +86,43 @@ def costs_of(config: AnyConfig) -> Costs:
         router=2 * dim,
         predictor=2 * (dim + 1) * width,
         logits=2 * dim * config.vocab_size,
-        parameters=embeddings + config.num_layers * (attention + mlp) + routers + norms,
+        parameters=embeddings + config.num_layers * (attention + mlp) + experts + routers + norms,
     )
 
 
 def num_computed(config: AnyConfig, layer: int, length: int) -> tuple[int, int]:
     """How many of a row's tokens the attention and the feed-forward of a layer compute."""
-    routing = config.routing
-    if routing is None or layer not in config.routed_layers or routing.selection == "soft":
+    routing, decides = config.routing, config.decided_by(layer)
+    if routing is None or decides is None or routing.selection == "soft":
         return length, length
-    return computed_parts(routing, length, num_routed(length, routing.capacity))
+    k = num_routed(length, routing.capacity)
+    if routing.flow != "rejoin":
+        # Every routed layer on the way chose among those that the one before it chose.
+        for _ in range(config.routed_layers.index(decides)):
+            k = num_routed(k, routing.capacity)
+    return computed_parts(routing, length, k)
 
 
 def computed_parts(routing: RoutingConfig, length: int, k: int) -> tuple[int, int]:
     """What attention and feed-forward compute where k tokens of `length` are routed."""
     return {"block": (k, k), "attention": (k, length), "mlp": (length, k)}[routing.part]
+
+
+def num_expert_tokens(config: AnyConfig, layer: int, num_fed: int) -> int:
+    """How many tokens the feed-forwards of a layer compute: the room of all its experts, if it has some."""
+    experts = experts_in(config, layer)
+    return num_fed if experts is None else experts.num_experts * num_routed(num_fed, experts.capacity)
+
+
+def num_alternatives(config: AnyConfig, layer: int) -> int:
+    """What a layer's tokens are scored for: experts and no-ops."""
+    experts = experts_in(config, layer)
+    return 0 if experts is None else experts.num_experts + experts.num_noops
+
+
+def experts_in(config: AnyConfig, layer: int) -> ExpertsConfig | None:
+    """The experts of a layer; a transformers model's were counted with its feed-forward."""
+    return config.experts if isinstance(config, ModelConfig) and layer in config.expert_layers else None
 
 
 def predictor_width(config: AnyConfig) -> int:
@@ -130,9 +158,9 @@ def spent_share(config: AnyConfig, length: int, num_chosen: Mapping[int, int]) -
     check_count("length", length, low=1)
     routing, spent = config.routing, logits_flops(config, length)
     for layer in range(config.num_layers):
-        computed = (length, length)
-        if routing is not None and layer in num_chosen:
-            computed = computed_parts(routing, length, num_chosen[layer])
+        computed, decides = (length, length), config.decided_by(layer)
+        if routing is not None and decides is not None and decides in num_chosen:
+            computed = computed_parts(routing, length, num_chosen[decides])
         spent += one_layer(config, layer, length, computed, half_causal=True).total
     return spent / forward_flops(dense(config), length, half_causal=True)
 
@@ -158,5 +186,7 @@ def cache_bytes(config: ModelConfig, length: int, *, value_bytes: int = 4) -> in
 
 
 def dense(config: Config) -> Config:
-    """The same shape with nothing routed."""
+    """The same shape with nothing routed and a single feed-forward in each layer."""
+    if isinstance(config, ModelConfig):
+        config = replace(config, experts=None)
     return replace(config, routing=None)

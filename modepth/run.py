@@ -37,6 +37,7 @@ from modepth.textfile import replace_text
 from modepth.train import (
     StepResult,
     evaluate,
+    experts_row,
     make_optimizer,
     routing_row,
     train_step,
@@ -209,6 +210,7 @@ class Loop:
         self.num_bad = 0
         if step % self.config.log_every == 0 or step + 1 == self.steps:
             rate = (self.flops_until(step + 1) - self.flops_until(step)) / seconds
+            choices = {str(decided.layer): experts_row(decided) for decided in result.experts}
             self.add_row(
                 {
                     "step": step,
@@ -221,13 +223,14 @@ class Loop:
                     "share_of_peak": rate / self.peak,
                     "flops": self.flops_until(step + 1),
                     "layers": {str(routing.layer): routing_row(routing) for routing in result.routings},
+                    **({"experts": choices} if choices else {}),
                 }
             )
 
     def measure(self, step: int) -> dict[str, Any]:
-        """Validation loss after `step` steps, as a row; of a routed model also with top-k, which looks ahead."""
+        """Validation loss after `step` steps, as a row; of one whose training looks ahead also in that mode."""
         validation = self.evaluate("causal")
-        if self.model.config.routing is not None:
+        if self.model.config.looks_ahead:
             validation["topk_loss"] = self.evaluate("topk")["loss"]
         return self.add_row({"step": step, "validation": validation, "flops": self.flops_until(step)})
 

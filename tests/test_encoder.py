@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from modepth import build, check_lengths, num_routed, output_size, recommended_defaults, record
 from modepth.model import rotary
-from modepth.routing import noise
+from modepth.selection import noise
 from tests.oracles import top_slowly
 
 ROOT = Path(__file__).parent.parent

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from modepth.adopted import AdoptedConfig, AnyConfig, config_from_dict
 from modepth.checkpoint import Checkpoint, open_step
 from modepth.commands.table import print_table, printable, ratio
-from modepth.config import ModelConfig, TrainConfig, build, model_config_to_dict
+from modepth.config import ExpertsConfig, ModelConfig, TrainConfig, build, model_config_to_dict
 from modepth.files import plain_size, read_json
 from modepth.flops import dense, forward_flops, num_parameters
 from modepth.run_folder import step_folder, steps
@@ -243,19 +243,38 @@ def model_cells(config: AnyConfig) -> Cells:
         ["vocabulary", f"{config.vocab_size:,}"],
         ["longest sequence", f"{length:,}"],
         ["parameters", f"{num_parameters(config):,}"],
-        ["routed layers", ", ".join(map(str, config.routed_layers)) or "none: a dense model"],
+        [
+            "routed layers",
+            ", ".join(map(str, config.routed_layers)) or ("none" if config.looks_ahead else "none: a dense model"),
+        ],
     ]
+    ratio_to_dense = ratio(forward_flops(config, length), forward_flops(dense(config), length))
+    if isinstance(config, ModelConfig) and config.experts is not None:
+        cells += expert_cells(config, config.experts)
+        if routing is None:
+            cells.append(["FLOPs, of the dense model's", ratio_to_dense])
     if routing is None:
         return cells
     return [
         *cells,
         ["capacity", f"{routing.capacity:g}"],
         ["what is skipped", routing.part],
+        *([["a token that is not chosen", routing.flow]] if routing.flow != "rejoin" else []),
         ["selection in training", routing.selection],
         ["rule in causal mode", routing.rule],
         ["gate", routing.gate],
         ["predictor width", "no predictor" if routing.predictor is None else f"{routing.predictor}"],
-        ["FLOPs, of the dense model's", ratio(forward_flops(config, length), forward_flops(dense(config), length))],
+        ["FLOPs, of the dense model's", ratio_to_dense],
+    ]
+
+
+def expert_cells(config: ModelConfig, experts: ExpertsConfig) -> Cells:
+    chooser = {"token": f"tokens, {experts.per_token} each", "expert": "experts"}[experts.choice]
+    return [
+        ["layers with experts", ", ".join(map(str, config.expert_layers))],
+        ["experts, no-ops", f"{experts.num_experts}, {experts.num_noops}"],
+        ["who chooses", chooser],
+        ["room of an expert", f"{experts.capacity:g} of a row's tokens"],
     ]
 
 

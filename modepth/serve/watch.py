@@ -13,7 +13,7 @@ import torch
 
 from modepth.generation import Reading
 from modepth.model import Transformer
-from modepth.routing import rule_score
+from modepth.selection import rule_score
 
 
 class Alternative(NamedTuple):
@@ -29,12 +29,7 @@ class NextToken(NamedTuple):
 
 
 def layers_used(model: Transformer, reading: Reading, number: int) -> list[tuple[int, ...]]:
-    part, layers = reading.parts[number], range(model.config.num_layers)
-    chosen = {routing.layer: routing.chosen_BT[0, part].tolist() for routing in reading.routings}
-    return [
-        tuple(layer for layer in layers if layer not in chosen or chosen[layer][place])
-        for place in range(part.stop - part.start)
-    ]
+    return reading.layers_used(number)
 
 
 class Score(NamedTuple):
