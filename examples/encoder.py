@@ -2,8 +2,10 @@
 
 Each step shows one of 8 symbols, and one step is marked; the encoder must say which symbol it shows. Run it with
 `python examples/encoder.py`: three small encoders are trained in under a minute, and the last line is JSON.
+`--seed N` draws other sequences and weights.
 """
 
+import argparse
 import json
 import time
 
@@ -47,14 +49,17 @@ def accuracy_after_training(options: dict, num_updates: int = 250, seed: int = 0
         return (model.eval()(x).argmax(-1) == target).float().mean().item()
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    seed = parser.parse_args(arguments).seed
     started, accuracy = time.perf_counter(), {}
     print("encoder   steps computed   accuracy")
     for name, options in FORMS.items():
-        accuracy[name] = round(accuracy_after_training(options), 4)
+        accuracy[name] = round(accuracy_after_training(options, seed=seed), 4)
         computed = f"{num_routed(NUM_STEPS, options['capacity_ratio'])} of {NUM_STEPS}"
         print(f"{name:8}  {computed:>14}   {accuracy[name]:8.3f}")
-    print(json.dumps({"accuracy": accuracy, "seconds": round(time.perf_counter() - started, 1)}))
+    print(json.dumps({"seed": seed, "accuracy": accuracy, "seconds": round(time.perf_counter() - started, 1)}))
 
 
 if __name__ == "__main__":

@@ -397,7 +397,7 @@ def example():
 
 
 def test_on_marked_recall_a_quarter_of_the_steps_does_what_all_do_and_random_steps_do_not(example, capsys):
-    example["main"]()
+    example["main"]([])
     *table, last = capsys.readouterr().out.splitlines()
     result = json.loads(last)
     assert [line.split()[0] for line in table] == ["encoder", *result["accuracy"]]
