@@ -17,11 +17,12 @@ import torch
 
 from modepth import flops
 from modepth.data import TokenFile, read_windows, spread_windows
+from modepth.depth import read_depth
 from modepth.formats import percent
 from modepth.generation import generate, run_rows, start_rows
 from modepth.model import Transformer
 from modepth.plots import Figure, loss_against_flops, save_figure, score_histograms, token_map
-from modepth.report import read_log, results, write_run_report
+from modepth.report import View, read_log, results, write_run_report
 from modepth.routing import Router
 from modepth.sampling import Sampling
 from modepth.tokenizer import Tokenizer
@@ -52,23 +53,22 @@ def compare(
     said = {name: speak(run.model, validation, tokenizer) for name, run in runs.items()}
     facts = {name: model_facts(run.model) | said[name].facts for name, run in runs.items()}
     logs = {name: read_log(run.folder) for name, run in runs.items()}
-    pictures = [
-        picture
-        for name, run in runs.items()
-        if run.model.config.routing is not None
-        for picture in routing_pictures(name, run.model, validation, tokenizer)
-    ]
+    routed = {name: run.model for name, run in runs.items() if run.model.config.routing is not None}
+    maps = {name: map_picture(name, model, validation, tokenizer) for name, model in routed.items()}
+    scores = [score_picture(name, model, validation) for name, model in routed.items()]
     page = write_run_report(
         out / "report.html",
         {name: run.folder for name, run in runs.items()},
         title=title,
         intro=intro,
         facts=facts,
-        figures=[(picture.caption, picture.figure) for picture in pictures],
+        views=[View(f"Depth of {name}", view, picture.figure) for name, (picture, view) in maps.items()],
+        figures=[(picture.caption, picture.figure) for picture in scores],
         sections=[(f"A sample of {name}", speech.text, ()) for name, speech in said.items()],
     )
     curves = Picture("loss_against_flops", "", loss_against_flops(logs))
-    files = [save_figure(picture.figure, out / picture.name)[0] for picture in (curves, *pictures)]
+    pictures = (curves, *(picture for picture, _ in maps.values()), *scores)
+    files = [save_figure(picture.figure, out / picture.name)[0] for picture in pictures]
     return {name: facts[name] | results(logs[name]) for name in runs}, [page, *files]
 
 
@@ -112,28 +112,35 @@ def model_facts(model: Transformer) -> dict[str, object]:
     }
 
 
-def routing_pictures(name: str, model: Transformer, validation: TokenFile, tokenizer: Tokenizer) -> list[Picture]:
-    """A map of a snippet and the histograms of the scores, decided as generation decides: token by token."""
-    length = model.config.max_length
-    windows_BT = read_windows(validation, spread_windows(validation, length, SCORED), length)[:, :-1]
+def map_picture(
+    name: str, model: Transformer, validation: TokenFile, tokenizer: Tokenizer
+) -> tuple[Picture, dict[str, object]]:
+    """A map of a snippet, decided as generation decides, token by token: to print, and to look into."""
+    depth = read_depth(model, validation_windows(model, validation, 1)[0].tolist(), tokenizer)
+    # The end of a window: its tokens have the most to look back on.
+    tokens = depth["tokens"][-SNIPPET:]
+    chosen = [[layer in token["layers"] for token in tokens] for layer in range(depth["num_layers"])]
+    picture = Picture(
+        f"token_map_{name}", "", token_map([token["text"] for token in tokens], chosen, depth["routed_layers"])
+    )
+    label = f"A validation snippet, read by {name}"
+    return picture, {"kind": "depth", "label": label, "depth": {**depth, "tokens": tokens}}
+
+
+def score_picture(name: str, model: Transformer, validation: TokenFile) -> Picture:
+    windows_BT = validation_windows(model, validation, SCORED)
     with torch.no_grad(), record(model) as trace:
         model(windows_BT)
-    # The end of a window: its tokens have the most to look back on.
-    snippet = windows_BT[0, -SNIPPET:].tolist()
-    return [
-        Picture(
-            f"token_map_{name}",
-            f"Which layers of {name} compute each token of a validation snippet, decided token by token.",
-            token_map(
-                [tokenizer.decode([token]) for token in snippet], trace.chosen_map()[:, -SNIPPET:], trace.routed_layers
-            ),
-        ),
-        Picture(
-            f"router_scores_{name}",
-            f"Router scores of {windows_BT.numel():,} validation tokens in the routed layers of {name}.",
-            score_histograms(*trace.scores(), cutoffs=causal_cutoffs(model)),
-        ),
-    ]
+    return Picture(
+        f"router_scores_{name}",
+        f"Router scores of {windows_BT.numel():,} validation tokens in the routed layers of {name}.",
+        score_histograms(*trace.scores(), cutoffs=causal_cutoffs(model)),
+    )
+
+
+def validation_windows(model: Transformer, validation: TokenFile, count: int) -> torch.Tensor:
+    length = model.config.max_length
+    return read_windows(validation, spread_windows(validation, length, count), length)[:, :-1]
 
 
 def causal_cutoffs(model: Transformer) -> dict[int, float] | None:

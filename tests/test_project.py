@@ -71,6 +71,7 @@ MAY_IMPORT = {
     "text_stream": {"tokenizer"},
     "generation": {"cache", "config", "model", "routing", "sampling", "text_stream", "tokenizer", "validation"},
     "thresholds": {"config", "routing"},
+    "depth": {"config", "flops", "generation", "model", "routing", "sampling", "tokenizer"},
     "calibration": {"config", "generation", "model", "routing", "thresholds"},
     "hf": {"hf.calibration", "hf.classes", "hf.convert", "hf.export", "hf.model", "hf.training", "hf.verify"},
     "hf.families": set(),
@@ -185,6 +186,7 @@ MAY_IMPORT = {
     "trace": {"config", "routing"},
     "comparison": {
         "data",
+        "depth",
         "flops",
         "formats",
         "generation",
@@ -202,7 +204,8 @@ MAY_IMPORT = {
     "plots.curves": {"formats", "plots.style"},
     "plots.routing": {"formats", "plots.style"},
     "plots.isoflop": {"formats", "plots.style", "sweep.fit", "sweep.results"},
-    "report": {"formats", "plots", "plots.style", "runlog"},
+    "page": set(),
+    "report": {"formats", "page", "plots", "plots.style", "runlog"},
     "sweep.results": {"textfile"},
     "sweep.fit": {"sweep.results"},
     "sweep.page": {"formats", "plots", "plots.isoflop", "report", "sweep.fit", "sweep.results"},
@@ -247,7 +250,7 @@ MAY_IMPORT = {
         "tokenizer",
         "validation",
     },
-    "serve.watch": {"generation", "model", "routing"},
+    "serve.watch": {"generation", "model"},
     "serve.metrics": {"serve.engine"},
     "serve.worker": {"serve.engine", "serve.metrics"},
     "serve.chat": {"tokenizer"},
@@ -259,16 +262,17 @@ MAY_IMPORT = {
         "model",
         "run",
         "run_data",
+        "runlog",
         "serve.chat",
         "textfile",
         "tokenizer",
         "validation",
     },
     "serve.ship": {"checkpoint", "run", "serve.served"},
-    "serve.protocol": set(),
+    "serve.protocol": {"depth"},
     "serve.answers": {
         "config",
-        "flops",
+        "depth",
         "sampling",
         "serve.engine",
         "serve.protocol",
@@ -276,14 +280,14 @@ MAY_IMPORT = {
         "serve.watch",
     },
     "serve.depth": {
-        "config",
+        "depth",
         "sampling",
         "serve.answers",
         "serve.engine",
         "serve.protocol",
         "serve.served",
-        "serve.watch",
     },
+    "serve.rows": {"page", "runlog", "serve.protocol"},
     "serve.guards": {"serve.answers", "serve.engine", "serve.protocol", "validation"},
     "serve.calls": {
         "serve.answers",
@@ -295,6 +299,7 @@ MAY_IMPORT = {
     },
     "serve.http": {
         "flops",
+        "page",
         "serve.answers",
         "serve.calls",
         "serve.depth",
@@ -302,6 +307,7 @@ MAY_IMPORT = {
         "serve.guards",
         "serve.metrics",
         "serve.protocol",
+        "serve.rows",
         "serve.served",
         "serve.worker",
     },
@@ -456,7 +462,7 @@ def wheel(tmp_path_factory):
 def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     ours = {name for name in names if not name.startswith(f"modepth-{version()}.dist-info/")}
-    carried = [path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".typed")]
+    carried = [path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".typed", ".js", ".css", ".html")]
     carried += [path for path in (PACKAGE / "serve" / "shipped").rglob("*") if path.is_file()]
     assert ours == {str(path.relative_to(ROOT)) for path in carried}
     assert sum(path.stat().st_size for path in carried if "shipped" in path.parts) <= 12_000_000

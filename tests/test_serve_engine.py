@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from modepth.cache import LayerCache
 from modepth.calibration import calibrate
+from modepth.depth import layers_used, router_scores
 from modepth.flops import forward_flops, spent_share
 from modepth.generation import generate
 from modepth.sampling import Sampling
 from modepth.serve.engine import BusyError, Engine, Limits, Request, next_counts, share_out
-from modepth.serve.watch import drawn_logprobs, layers_used, next_logprobs, router_scores
+from modepth.serve.watch import drawn_logprobs, next_logprobs
 from modepth.tokenizer import ByteTokenizer
 from tests.oracles import tiny_config, tiny_model, tiny_tokens
 from tests.test_cache import RULES, model_of
