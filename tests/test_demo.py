@@ -68,7 +68,7 @@ def test_the_demos_page_holds_the_table_and_the_three_pictures(shown):
     page = read(shown[0] / "report.html")
     assert len(page.of("img")) == 3
     assert {"dense", "MoD", "parameters", "FLOPs a token", "validation loss", "bits per byte"} < set(page.text("th"))
-    assert page.text("h2") == ["A sample of dense", "A sample of MoD", "Routing of MoD"]
+    assert page.text("h2") == ["Depth of MoD", "Training", "A sample of dense", "A sample of MoD", "Routing of MoD"]
     assert page.text("figcaption")[1] == (
         "Which layers of MoD compute each token of a validation snippet, decided token by token."
     )

@@ -26,7 +26,7 @@ class DepthView {
     for (const kind of ["pointerover", "click"]) {
       this.columns.addEventListener(kind, (event) => this.overMap(event.target));
     }
-    place.replaceChildren(this.tokens, this.legend, this.map, this.readout);
+    place.replaceChildren(this.tokens, this.legend, this.readout, this.map);
     this.begin({ num_layers: 0, routed_layers: [], thresholds: [] });
   }
 
@@ -42,7 +42,7 @@ class DepthView {
     const layers = Array.from({ length: model.num_layers }, (_, number) => model.num_layers - 1 - number);
     this.kinds = layers.map((layer) => (model.routed_layers.includes(layer) ? "routed" : "dense"));
     this.names.replaceChildren(
-      ...layers.map((layer, row) => element("span", { class: this.kinds[row], text: this.kinds[row] === "routed" ? layer : "" })),
+      ...layers.map((layer, row) => element("span", { class: this.kinds[row], text: this.kinds[row] === "routed" ? `L${layer}` : "" })),
     );
     this.showLegend();
     this.say("");
@@ -72,6 +72,7 @@ class DepthView {
     const following = this.map.scrollLeft + this.map.clientWidth >= this.map.scrollWidth - 40;
     this.tokens.append(spans);
     this.columns.append(columns);
+    this.legend.querySelector(".generated")?.toggleAttribute("hidden", !this.items.some((item) => item.span.matches(".made")));
     if (made && following) this.map.scrollLeft = this.map.scrollWidth;
   }
 
@@ -121,6 +122,7 @@ class DepthView {
       key("computed", "computed"),
       key("skipped", "skipped"),
       key("dense", "not routed"),
+      element("span", { class: "key generated", text: "underlined: generated", hidden: true }),
     );
   }
 

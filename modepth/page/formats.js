@@ -12,8 +12,7 @@ function element(tag, attributes = {}, ...children) {
 }
 
 function percent(share) {
-  const value = 100 * share;
-  return `${value < 10 ? Number(value.toPrecision(2)) : Number(value.toFixed(1))} %`;
+  return `${Number((100 * share).toPrecision(3))} %`;
 }
 
 function bytes(count) {

@@ -235,7 +235,7 @@ function showModel(card) {
   facts = card.modepth;
   const routed = facts.routed_layers.length;
   const layers = routed ? `${facts.num_layers} layers, ${routed} of them routed` : `${facts.num_layers} layers, none routed`;
-  find("model").textContent = `${card.id}: ${layers}, ${compact(facts.num_parameters)} parameters, context of ${facts.max_length} tokens`;
+  find("model").textContent = `Model ${card.id}: ${layers}, ${compact(facts.num_parameters)} parameters, context of ${facts.max_length} tokens`;
   find("most").max = facts.max_length;
   const settings = [["", facts.capacity === null ? "dense" : `as trained (${percent(facts.capacity)})`]];
   settings.push(...facts.dial.map((share) => [share, percent(share)]));
