@@ -134,7 +134,7 @@ def test_the_dial_decides_what_is_computed(page, client):
     page.get_by_label("100 %").check()
     expect(page.locator("#routed")).to_have_text("100 %")
     assert set(layers_shown(page)) == {7}
-    assert 100 <= float(page.locator("#flops").inner_text().split()[0]) < 101  # routers and predictors on top
+    assert 100 <= float(page.locator("#flops").inner_text().split()[0]) < 103  # routers and predictors on top
     page.keyboard.press("ArrowLeft")  # the setting before it
     expect(page.locator("#routed")).not_to_have_text("100 %")
     answer = depth_of(client, TEXT, 0.5)
@@ -146,14 +146,14 @@ def expected_readout(answer, place, layer):
     token, number = answer["tokens"][place], answer["routed_layers"].index(layer)
     decided = "routed, computed" if token["routed"][number] else "not routed, skipped"
     score, threshold = token["scores"][number], answer["thresholds"][number]
-    return f"Token {place + 1} “{token['text']}”, layer {layer}, score {score:.2f} (threshold {threshold:.2f}): {decided}."
+    why = f"score {score:.2f} (threshold {threshold:.2f})"
+    return f"Token {place + 1} “{token['text'].replace(' ', '·')}”, layer {layer}, {why}: {decided}."
 
 
 def test_the_map_tells_token_layer_score_and_decision(page, client):
     text = "class Stack(list):"
     write(page, text)
     answer = depth_of(client, text)
-    answer["tokens"] = [{**token, "text": token["text"].replace(" ", "·")} for token in answer["tokens"]]
     readout, columns = page.locator("#shown .readout"), page.locator(".column")
     for place in (0, 2):
         for row, layer in ((1, 5), (3, 3), (5, 1)):
@@ -184,7 +184,7 @@ def test_the_map_is_read_by_keyboard_alone(page, client):
 
 
 def test_a_dense_model_says_that_it_is_one(browser):
-    dense = tiny_served(model=tiny_model(vocab_size=256, max_length=99, routing=None).double().eval(), dial={})
+    dense = tiny_served(model=tiny_model(vocab_size=256, max_length=999, routing=None).double().eval(), dial={})
     with serving(lambda: dense) as client, open_page(browser, client.base_url) as page:
         expect(page.locator(".legend").first).to_have_text("A dense model: every layer computes every token.")
         expect(page.locator("#dial")).to_be_hidden()
@@ -240,15 +240,16 @@ def message(page, kind, text):
 
 
 def test_a_busy_server_is_said_to_be_and_asked_again(browser):
-    with serving(tiny_served, limits=Limits(requests=1)) as client, ExitStack() as held:
-        asked = {"prompt": "some prompt", "max_tokens": 2900, "stream": True}
-        response = held.enter_context(client.stream("POST", "/v1/completions", json=asked))
-        next(response.iter_lines())
-        with open_page(browser, client.base_url) as page:
+    asked = {"prompt": "some prompt", "max_tokens": 2900, "stream": True}
+    with serving(tiny_served, limits=Limits(requests=1)) as client, open_page(browser, client.base_url) as page:
+        write(page, "some text")
+        with client.stream("POST", "/v1/completions", json=asked) as response:
+            lines = response.iter_lines()  # held: a stream whose reader is gone is closed
+            next(lines)
+            page.locator("#text").fill("other text")
             message(page, "busy", "The server is busy with other requests. Trying again in 1 s.")
-            held.close()
-            expect(page.locator(".token").first).to_be_visible()
-            expect(page.locator("#message")).to_be_hidden()
+        expect(page.locator(".tokens")).to_have_text("other text")
+        expect(page.locator("#message")).to_be_hidden()
 
 
 def test_a_server_that_is_loading_is_waited_for(browser, shipped):
@@ -307,9 +308,9 @@ def layers(share):
 def run(tmp_path):
     log = RunLog(tmp_path)
     for step in range(0, 40, 5):
-        log.add(row(step, **layers(0.1 + step / 1000)))
+        log.add(row(step, **layers(0.1 + step / 1000)) | ({"gradient_norm": float("nan")} if step == 35 else {}))
     log.add({"step": 40, "flops": 4e10, "validation": {"loss": 4.5}})
-    log.add({"step": 41, "event": "update not applied", "reason": "<b>loss</b> is nan", "loss": float("nan")})
+    log.add({"step": 41, "event": "update not applied", "reason": "<b>loss</b> is nan"})
     return log
 
 
@@ -361,7 +362,7 @@ def test_rows_are_sent_once_and_hold_no_number_that_is_none(shipped, run):
         first = client.get("/v1/run").json()
         assert len(first["rows"]) == 10
         assert first["rows"][0]["layers"]["1"] == {"share": 0.1, "gate": 0.5}
-        assert first["rows"][-1]["loss"] is None
+        assert first["rows"][7]["gradient_norm"] is None
         known = {"start": 10, "log": first["log"]}
         assert client.get("/v1/run", params=known).json()["rows"] == []
         run.add(row(45))

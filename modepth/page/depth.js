@@ -86,7 +86,6 @@ class DepthView {
       const share = routed.length ? routed.filter((layer) => used.includes(layer)).length / routed.length : 1;
       item.span.classList.remove("unread");
       item.column.classList.remove("unread");
-      item.span.classList.toggle("deep", share > 0.5);
       item.span.dataset.depth = used.length;
       item.span.style.setProperty("--depth", share);
       this.kinds.forEach((kind, row) => {
@@ -112,7 +111,7 @@ class DepthView {
     if (!count) return this.legend.replaceChildren("A dense model: every layer computes every token.");
     const steps = count <= 6 ? Array.from({ length: count + 1 }, (_, number) => number) : [0, Math.round(count / 2), count];
     const swatches = steps.map((step) => {
-      const swatch = element("span", { class: `swatch${step / count > 0.5 ? " deep" : ""}`, text: step });
+      const swatch = element("span", { class: "swatch", text: step });
       swatch.style.setProperty("--depth", step / count);
       return swatch;
     });
