@@ -28,7 +28,7 @@ from tests.processes import command
 from tests.serving import serving
 from tests.test_commands import CONFIG, prepared  # noqa: F401 - a fixture
 
-PAGE = (Path(__file__).parent.parent / "docs" / "serving.md").read_text()
+PAGE = Path(__file__).parent.parent / "docs" / "serving.md"
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def test_a_converted_llama_answers_as_transformers_does(tmp_path):
 
 
 def test_other_families_are_refused_by_name():
-    with pytest.raises(ValueError, match="cannot become a native decoder: it is a gpt2. Llamas can"):
+    with pytest.raises(ValueError, match="cannot become a native decoder: it is a gpt2"):
         native_parts(tiny_models.tiny_model("gpt2"))
     with pytest.raises(ValueError, match="it has biases"):
         native_parts(tiny_models.tiny_model("llama", attention_bias=True))
@@ -187,7 +187,7 @@ def test_sigterm_lets_an_answer_end_and_exits_0():
 
 
 def blocks(language):
-    return re.findall(rf"```{language}\n(.*?)```", PAGE, flags=re.DOTALL)
+    return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
 
 
 def test_the_pages_python_runs_and_prints_what_it_says(shipped):
@@ -213,4 +213,4 @@ def test_the_pages_commands_are_ones(capsys):
 def test_every_route_stands_in_the_page(shipped):
     with serving(lambda: shipped) as client:
         for path in client.get("/openapi.json").json()["paths"]:
-            assert path.removesuffix("/{model}") in PAGE
+            assert path.removesuffix("/{model}") in PAGE.read_text()

@@ -139,6 +139,8 @@ def test_a_budget_is_shared_out_fairly(wanted, budget):
     assert not cut or sum(shares) >= min(budget, sum(wanted))
     prompts = [want + 1 for want in wanted]
     assert next_counts([1, *prompts, 1], Limits(prompt_piece=budget)) == [1, *share_out(prompts, budget), 1]
+    many = [1] * 60
+    assert next_counts([*many, *prompts], Limits(prompt_piece=2)) == [*many, *share_out(prompts, 30)]
 
 
 # -- admission

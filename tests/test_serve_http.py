@@ -4,6 +4,7 @@ import json
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import ANY
 
 import httpx
 import openai
@@ -253,6 +254,21 @@ def test_a_wrong_value_is_refused_by_the_name_of_its_field(client, field, value)
     assert not engine_of(client).busy
 
 
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [
+        (r'"prompt": "a", "\ud800": 1', 400),
+        (r'"prompt": "a", "stream_options": {"\ud800": 1}', 400),
+        (r'"prompt": "\ud800"', 400),
+        (r'"prompt": ["\ud800", 1]', 400),
+        (r'"prompt": "a", "stop": "\ud800"', 400),
+        (r'"prompt": "a", "model": "\ud800"', 404),
+    ],
+)
+def test_half_a_character_is_refused(client, content, status):
+    assert refused(client.post("/v1/completions", content=f"{{{content}}}", headers=JSON), status, ANY)
+
+
 def test_more_than_the_context_is_refused_with_both_counts(client):
     message = refused(complete(client, prompt=[1] * 2990, max_tokens=11), 400, "prompt")
     assert f"2990 tokens and max_tokens is 11, together 3001: more than the model's context of {LONGEST}" in message
@@ -315,7 +331,8 @@ def test_a_client_that_leaves_a_whole_answer_ends_its_request(client):
 def test_when_there_is_no_room_a_request_is_told_to_come_again(served):
     with serving(lambda: served, limits=Limits(requests=2)) as client:
         with long_stream(client, n=2) as response:
-            next(response.iter_lines())
+            lines = response.iter_lines()  # kept, or the stream would be closed
+            assert next(lines).startswith("data: {")
             busy = complete(client)
             assert "try again later" in refused(busy, 429)
             assert int(busy.headers["Retry-After"]) >= 1

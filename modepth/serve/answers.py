@@ -37,7 +37,6 @@ def prompts_of(body: CompletionBody, served: Served) -> list[list[int]]:
     prompt: Any = body.prompt
     several = isinstance(prompt, list) and not isinstance(prompt[0], int)
     prompts = prompt if several else [prompt]
-    # A text begins where another ended, as in training.
     return [served.tokenizer.encode(each) if isinstance(each, str) else each for each in prompts]
 
 

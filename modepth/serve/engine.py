@@ -42,7 +42,8 @@ class Limits:
     requests      admitted at once, computed or waiting
     tokens        of all that are admitted: their prompts, and the most that they may generate
     rows          computed together; the others wait in order
-    prompt_piece  prompt tokens read in a step in which others generate, shared among the prompts
+    prompt_piece  prompt tokens read in a step in which others generate, shared among the prompts; more rows bear more,
+                  so half of their number if that is higher
     prompt_alone  the same, in a step in which nobody else waits for a token
 
     >>> Limits(rows=16).rows
@@ -52,7 +53,7 @@ class Limits:
     requests: int = 256
     tokens: int = 2**18
     rows: int = 64
-    prompt_piece: int = 32
+    prompt_piece: int = 8
     prompt_alone: int = 512
 
     def __post_init__(self) -> None:
@@ -268,7 +269,8 @@ def next_counts(unread: Sequence[int], limits: Limits) -> list[int]:
     [1, 23, 9, 1]
     """
     prompts = [number for number, count in enumerate(unread) if count > 1]
-    piece = limits.prompt_alone if len(prompts) == len(unread) else limits.prompt_piece
+    num_generating = len(unread) - len(prompts)
+    piece = max(limits.prompt_piece, num_generating // 2) if num_generating else limits.prompt_alone
     counts = [1] * len(unread)
     for number, share in zip(prompts, share_out([unread[number] for number in prompts], piece), strict=True):
         counts[number] = share
