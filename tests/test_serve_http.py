@@ -374,7 +374,7 @@ def test_the_key_is_asked_for_everywhere_but_health(served):
         routes += [("POST", path) for path in ("/v1/completions", "/v1/chat/completions", "/v1/depth")]
         for method, path in routes:
             assert client.request(method, path).status_code != 401
-            for key in ("", "Bearer wrong", "open sesame", "Bearer öpen"):
+            for key in ("", "Bearer wrong", "open sesame", "Bearer öpen", "Basic öpen", "Basic OndyZQ=="):
                 response = client.request(method, path, headers={"Authorization": key.encode()})
                 assert "API key is missing or wrong" in refused(response, 401)
         assert client.get("/health", headers={"Authorization": ""}).status_code == 200
