@@ -14,6 +14,7 @@ import yaml
 
 import modepth
 from modepth.config import read_model_config
+from tests.documents import blocks, text_of
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "modepth"
@@ -408,7 +409,7 @@ def test_public_names_are_those_listed_and_documented():
 
 
 def readme_blocks():
-    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    return blocks(text_of("README.md"), "python")
 
 
 def test_the_readme_shows_the_core_function_as_it_is():

@@ -144,7 +144,8 @@ class KeyCheck:
                     401,
                     "the API key is missing or wrong: send it as Authorization: Bearer KEY",
                     code="invalid_api_key",
-                    headers={"WWW-Authenticate": 'Bearer, Basic realm="modepth: any name, the key as password"'},
+                    # For browsers, which read one challenge at most: clients send their key unasked.
+                    headers={"WWW-Authenticate": 'Basic realm="modepth"'},
                 )
                 return await refused.response()(scope, receive, send)
         return await self.app(scope, receive, send)
