@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 import signal
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from modepth.hf import convert, export
 from modepth.hf.native import native_parts
 from modepth.sampling import Sampling
 from modepth.serve.chat import find_template
+from modepth.serve.listen import new_listener
 from modepth.serve.served import SETTINGS, SHIPPED, make_dial, open_native, open_served, read_dial, write_dial
 from modepth.serve.ship import LARGEST, ship
 from modepth.tokenizer import ByteTokenizer, as_library, load_tokenizer, save_tokenizer
@@ -71,6 +73,11 @@ def test_a_run_is_served_with_a_dial_from_its_own_data(prepared, tmp_path):  # n
     assert len(served.routing(0.5).thresholds) == 1
     with pytest.raises(ValueError, match=r"must be one of the dial's settings \(0.5, 1.0\), got 0.3"):
         served.routing(0.3)
+    assert main(["export", str(run), str(tmp_path / "llama")]) == 0
+    llama = open_served(tmp_path / "llama", settings=(0.5,), data=prepared)
+    assert llama.routing(0.5) == served.routing(0.5)
+    for one, other in zip(llama.model.parameters(), served.model.parameters(), strict=True):
+        assert one.equal(other)
     (run / "data.txt").write_text("/nowhere")
     assert tuple(open_served(run, name="other").dial) == (1.0,)
     assert ship(run, prepared, tmp_path / "carried") < LARGEST
@@ -163,6 +170,15 @@ def test_a_mistake_is_one_line(arguments, message, capsys, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     assert main(["serve", "--port", "0", *arguments]) == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_no_token_waits_for_an_acknowledgement():
+    with (
+        new_listener("127.0.0.1", 0) as listener,
+        socket.create_connection(listener.getsockname()),
+        listener.accept()[0] as accepted,
+    ):
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_sigterm_lets_an_answer_end_and_exits_0():

@@ -20,7 +20,7 @@ LIMITS = {
     "requests": "requests admitted at once; more are refused with 429",
     "tokens": "tokens of all admitted requests, their prompts and max_tokens",
     "rows": "requests computed together; the others wait",
-    "prompt_piece": "prompt tokens read in a step in which few others generate",
+    "prompt_piece": "tokens that a prompt reads in a step in which others generate",
 }
 
 

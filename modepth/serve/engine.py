@@ -42,9 +42,9 @@ class Limits:
     requests      admitted at once, computed or waiting
     tokens        of all that are admitted: their prompts, and the most that they may generate
     rows          computed together; the others wait in order
-    prompt_piece  prompt tokens read in a step in which others generate, shared among the prompts; more rows bear more,
-                  so half of their number if that is higher
-    prompt_alone  the same, in a step in which nobody else waits for a token
+    prompt_piece  tokens that a prompt reads in a step in which others generate; many of those bear more, so half of
+                  their number for all prompts if that is higher
+    prompt_alone  tokens that all prompts read in a step at most, and in one in which nobody generates
 
     >>> Limits(rows=16).rows
     16
@@ -265,12 +265,14 @@ class Engine:
 def next_counts(unread: Sequence[int], limits: Limits) -> list[int]:
     """How many tokens each row reads: one where a row has only its last one left, the prompts share a piece.
 
-    >>> next_counts([1, 100, 9, 1], Limits(prompt_piece=32))
+    >>> next_counts([1, 100, 9, 1], Limits(prompt_piece=16))
     [1, 23, 9, 1]
     """
     prompts = [number for number, count in enumerate(unread) if count > 1]
     num_generating = len(unread) - len(prompts)
-    piece = max(limits.prompt_piece, num_generating // 2) if num_generating else limits.prompt_alone
+    piece = limits.prompt_alone
+    if num_generating:
+        piece = min(piece, max(limits.prompt_piece * len(prompts), num_generating // 2))
     counts = [1] * len(unread)
     for number, share in zip(prompts, share_out([unread[number] for number in prompts], piece), strict=True):
         counts[number] = share
