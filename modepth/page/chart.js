@@ -23,7 +23,8 @@ class Chart {
     });
     this.readout = element("p", { class: "readout", role: "status" });
     this.key = element("p", { class: "legend" });
-    this.root = element("figure", { class: "chart" }, element("figcaption", { text: title }), this.key, this.place, this.readout);
+    const caption = element("figcaption", { text: title });
+    this.root = element("figure", { class: "chart" }, caption, this.key, this.place, this.readout);
     new ResizeObserver(() => this.draw()).observe(this.place);
   }
 
@@ -36,7 +37,7 @@ class Chart {
       ...this.series.map((each) => {
         const swatch = element("i", { class: each.marked ? "line marked" : "line" });
         swatch.style.setProperty("--colour", each.colour);
-        swatch.style.setProperty("--strength", each.light ? 0.4 : 1);
+        swatch.style.setProperty("--strength", each.light ? 0.45 : 1);
         return element("span", { class: "key" }, swatch, each.name);
       }),
     );
@@ -51,8 +52,9 @@ class Chart {
     const seen = this.from === null ? all : all.filter(([x]) => x >= this.from);
     const xs = range(all.map(([x]) => x));
     const ys = padded(range((seen.length > 1 ? seen : all).map(([, y]) => y)));
-    this.toX = (x) => MARGIN.left + ((x - xs[0]) / (xs[1] - xs[0] || 1)) * (width - MARGIN.left - MARGIN.right);
-    this.toY = (y) => CHART_HEIGHT - MARGIN.bottom - ((y - ys[0]) / (ys[1] - ys[0] || 1)) * (CHART_HEIGHT - MARGIN.top - MARGIN.bottom);
+    const [across, upward] = [width - MARGIN.left - MARGIN.right, CHART_HEIGHT - MARGIN.top - MARGIN.bottom];
+    this.toX = (x) => MARGIN.left + ((x - xs[0]) / (xs[1] - xs[0] || 1)) * across;
+    this.toY = (y) => CHART_HEIGHT - MARGIN.bottom - ((y - ys[0]) / (ys[1] - ys[0] || 1)) * upward;
     const parts = [];
     for (const y of ticks(ys, 4)) {
       const place = this.toY(y);
@@ -64,10 +66,10 @@ class Chart {
     }
     for (const each of this.series) parts.push(this.line(each));
     parts.push(`<g class="cursor"></g>`);
+    const inside = `x="${MARGIN.left}" y="0" width="${width - MARGIN.left}" height="${CHART_HEIGHT - MARGIN.bottom + 4}"`;
     this.place.innerHTML =
-      `<svg width="${width}" height="${CHART_HEIGHT}" aria-hidden="true"><clipPath id="${this.inside}">` +
-      `<rect x="${MARGIN.left}" y="0" width="${width - MARGIN.left}" height="${CHART_HEIGHT - MARGIN.bottom + 4}"/></clipPath>` +
-      `${parts.join("")}</svg>`;
+      `<svg width="${width}" height="${CHART_HEIGHT}" aria-hidden="true">` +
+      `<clipPath id="${this.inside}"><rect ${inside}/></clipPath>${parts.join("")}</svg>`;
     this.point(this.at);
   }
 
@@ -75,10 +77,10 @@ class Chart {
   line({ points, colour, marked, light }) {
     const step = Math.ceil(points.length / MOST_POINTS);
     const kept = points.filter((_, number) => number % step === 0 || number === points.length - 1);
-    const places = kept.map(([x, y]) => `${this.toX(x).toFixed(1)},${this.toY(y).toFixed(1)}`);
-    const dots = marked && kept.length <= 60 ? places.map((place) => `<circle cx="${place.split(",")[0]}" cy="${place.split(",")[1]}" r="3"/>`) : [];
+    const places = kept.map(([x, y]) => [this.toX(x).toFixed(1), this.toY(y).toFixed(1)]);
+    const dots = marked && kept.length <= 60 ? places.map(([x, y]) => `<circle cx="${x}" cy="${y}" r="3"/>`) : [];
     return (
-      `<g clip-path="url(#${this.inside})" style="--colour: ${colour}; --strength: ${light ? 0.4 : 1}">` +
+      `<g clip-path="url(#${this.inside})" style="--colour: ${colour}; --strength: ${light ? 0.45 : 1}">` +
       `<polyline points="${places.join(" ")}"/>${dots.join("")}</g>`
     );
   }
@@ -89,7 +91,8 @@ class Chart {
     const x = event.clientX - this.place.getBoundingClientRect().left;
     const places = this.places();
     if (!places.length) return;
-    this.point(places.reduce((best, each) => (Math.abs(this.toX(each) - x) < Math.abs(this.toX(best) - x) ? each : best)));
+    const far = (place) => Math.abs(this.toX(place) - x);
+    this.point(places.reduce((best, each) => (far(each) < far(best) ? each : best)));
   }
 
   press(event) {
@@ -113,12 +116,13 @@ class Chart {
       each,
       found: each.points.reduce((best, point) => (Math.abs(point[0] - x) < Math.abs(best[0] - x) ? point : best)),
     }));
-    const dots = near.map(
-      ({ each, found }) =>
-        `<circle style="--colour: ${each.colour}" clip-path="url(#${this.inside})" cx="${this.toX(found[0])}" cy="${this.toY(found[1])}" r="4"/>`,
-    );
+    const dots = near.map(({ each, found }) => {
+      const place = `cx="${this.toX(found[0])}" cy="${this.toY(found[1])}"`;
+      return `<circle style="--colour: ${each.colour}" clip-path="url(#${this.inside})" ${place} r="4"/>`;
+    });
     const place = this.toX(x);
-    cursor.innerHTML = `<line x1="${place}" x2="${place}" y1="${MARGIN.top}" y2="${CHART_HEIGHT - MARGIN.bottom}"/>${dots.join("")}`;
+    const line = `<line x1="${place}" x2="${place}" y1="${MARGIN.top}" y2="${CHART_HEIGHT - MARGIN.bottom}"/>`;
+    cursor.innerHTML = line + dots.join("");
     this.readout.textContent =
       `${this.xName} ${compact(x)}: ` + near.map(({ each, found }) => `${each.name} ${compact(found[1])}`).join(", ");
   }
@@ -140,6 +144,8 @@ function ticks([low, high], count) {
   const size = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((factor) => factor * size).find((each) => each >= rough);
   const found = [];
-  for (let tick = Math.ceil(low / step) * step; tick <= high + step * 1e-9; tick += step) found.push(Math.abs(tick) < step * 1e-9 ? 0 : tick);
+  for (let tick = Math.ceil(low / step) * step; tick <= high + step * 1e-9; tick += step) {
+    found.push(Math.abs(tick) < step * 1e-9 ? 0 : tick);
+  }
   return found;
 }

@@ -4,10 +4,11 @@
 const RUN_COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#888888"];
 
 class CurvesView {
-  constructor(place) {
+  // Over steps as a run goes on; over FLOPs where runs are compared.
+  constructor(place, over = "step") {
     this.runs = {};
     this.charts = {};
-    this.over = "step";
+    this.over = over;
     this.grid = element("div", { class: "charts" });
     this.events = element("ul", { class: "events" });
     const name = `over-${CurvesView.count++}`;
@@ -15,7 +16,7 @@ class CurvesView {
       element(
         "label",
         {},
-        element("input", { type: "radio", name, value, checked: value === this.over, onchange: () => this.overBy(value) }),
+        element("input", { type: "radio", name, value, checked: value === over, onchange: () => this.overBy(value) }),
         element("span", { text }),
       );
     this.choice = element(
@@ -42,7 +43,8 @@ class CurvesView {
   draw() {
     const xName = this.over === "step" ? "step" : "FLOPs";
     const names = Object.keys(this.runs);
-    const losses = names.flatMap((name, number) => this.losses(name, RUN_COLOURS[number % RUN_COLOURS.length], names.length > 1));
+    const colour = (number) => RUN_COLOURS[number % RUN_COLOURS.length];
+    const losses = names.flatMap((name, number) => this.losses(name, colour(number), names.length > 1));
     const firstMeasured = losses.filter((each) => each.marked).map((each) => each.points[1]?.[0] ?? null);
     const from = firstMeasured.length && firstMeasured.every((x) => x !== null) ? Math.min(...firstMeasured) : null;
     this.chart("Language-model loss").show(losses, xName, from);
@@ -55,14 +57,16 @@ class CurvesView {
       names.map((name, number) => ({
         name: names.length > 1 ? name : field.replaceAll("_", " "),
         points: this.points(name, (row) => row[field]),
-        colour: RUN_COLOURS[number % RUN_COLOURS.length],
+        colour: colour(number),
       }));
     this.chart("Gradient norm").show(each("gradient_norm"), xName);
     this.chart("Training tokens per second").show(each("tokens_per_second"), xName);
-    const events = names.flatMap((name) => this.runs[name].filter((row) => row.event).map((row) => ({ name, ...row })));
-    this.events.replaceChildren(
-      ...events.slice(-8).map((row) => element("li", { text: `${row.name}, step ${row.step}: ${row.event}: ${row.reason ?? ""}` })),
+    const events = names.flatMap((name) =>
+      this.runs[name]
+        .filter((row) => row.event)
+        .map((row) => element("li", { text: `${name}, step ${row.step}: ${row.event}: ${row.reason ?? ""}` })),
     );
+    this.events.replaceChildren(...events.slice(-8));
   }
 
   chart(title) {

@@ -1,6 +1,8 @@
 // The depth of a text: its tokens shaded by how many routed layers computed them, and the map of tokens and layers.
 // A depth is what /v1/depth answers; a stream adds tokens, and fills in what the layers did once a token was read.
 
+const LABEL_LETTERS = 10;
+
 class DepthView {
   constructor(place, label) {
     this.tokens = element("div", { class: "tokens", role: "group", "aria-label": `${label}: tokens shaded by depth` });
@@ -41,9 +43,8 @@ class DepthView {
     this.columns.replaceChildren();
     const layers = Array.from({ length: model.num_layers }, (_, number) => model.num_layers - 1 - number);
     this.kinds = layers.map((layer) => (model.routed_layers.includes(layer) ? "routed" : "dense"));
-    this.names.replaceChildren(
-      ...layers.map((layer, row) => element("span", { class: this.kinds[row], text: this.kinds[row] === "routed" ? `L${layer}` : "" })),
-    );
+    const name = (layer, kind) => element("span", { class: kind, text: kind === "routed" ? `L${layer}` : "" });
+    this.names.replaceChildren(...layers.map((layer, row) => name(layer, this.kinds[row])));
     this.showLegend();
     this.say("");
   }
@@ -62,7 +63,7 @@ class DepthView {
       const place = this.items.length;
       const span = element("span", { class: `token unread${made ? " made" : ""}`, "data-place": place });
       span.textContent = text.replaceAll("\n", "⏎\n");
-      const label = element("span", { class: "label", text: visible(text) });
+      const label = element("span", { class: "label", text: visible(text, LABEL_LETTERS) });
       const column = element("div", { class: "column unread", "data-place": place });
       column.append(...this.kinds.map((kind) => element("i", { class: kind })), label);
       this.items.push({ text, span, column, layers: null, scores: null });
@@ -72,7 +73,7 @@ class DepthView {
     const following = this.map.scrollLeft + this.map.clientWidth >= this.map.scrollWidth - 40;
     this.tokens.append(spans);
     this.columns.append(columns);
-    this.legend.querySelector(".generated")?.toggleAttribute("hidden", !this.items.some((item) => item.span.matches(".made")));
+    if (made) this.legend.querySelector(".generated")?.removeAttribute("hidden");
     if (made && following) this.map.scrollLeft = this.map.scrollWidth;
   }
 
@@ -101,7 +102,7 @@ class DepthView {
     const { routed_layers: routed } = this.model;
     const read = this.items.slice(0, this.numFilled);
     if (!routed.length || !read.length) return null;
-    const computed = read.reduce((sum, item) => sum + routed.filter((layer) => item.layers.includes(layer)).length, 0);
+    const computed = read.flatMap((item) => routed.filter((layer) => item.layers.includes(layer))).length;
     return computed / (routed.length * read.length);
   }
 
@@ -109,7 +110,7 @@ class DepthView {
     const count = this.model.routed_layers.length;
     if (!this.model.num_layers) return this.legend.replaceChildren();
     if (!count) return this.legend.replaceChildren("A dense model: every layer computes every token.");
-    const steps = count <= 6 ? Array.from({ length: count + 1 }, (_, number) => number) : [0, Math.round(count / 2), count];
+    const steps = count <= 6 ? [...Array(count + 1).keys()] : [0, Math.round(count / 2), count];
     const swatches = steps.map((step) => {
       const swatch = element("span", { class: "swatch", text: step });
       swatch.style.setProperty("--depth", step / count);
@@ -145,29 +146,29 @@ class DepthView {
   }
 
   press(event) {
-    const moves = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, 1], ArrowDown: [0, -1], Home: [-1e9, 0], End: [1e9, 0] };
-    const move = moves[event.key];
-    if (!move || !this.items.length) return;
+    const along = { ArrowLeft: -1, ArrowRight: 1, Home: -1e9, End: 1e9 }[event.key] ?? 0;
+    const upward = { ArrowUp: 1, ArrowDown: -1 }[event.key] ?? 0;
+    if (!(along || upward) || !this.items.length) return;
     event.preventDefault();
-    const clamp = (value, most) => Math.max(0, Math.min(most, value));
-    const { place, layer } = this.at ?? { place: 0, layer: this.top() };
-    this.point(
-      { place: clamp(place + move[0], this.items.length - 1), layer: clamp((layer ?? this.top()) + move[1], this.model.num_layers - 1) },
-      true,
-    );
+    const within = (value, count) => Math.max(0, Math.min(count - 1, value));
+    const at = { place: 0, ...this.at, layer: this.at?.layer ?? this.top() };
+    const place = within(at.place + along, this.items.length);
+    this.point({ place, layer: within(at.layer + upward, this.model.num_layers) }, true);
   }
 
   point(at, scroll = false) {
     const item = this.items[at.place];
     if (!item) return;
-    for (const old of [this.tokens, this.columns]) old.querySelectorAll(".here").forEach((each) => each.classList.remove("here"));
+    for (const old of [this.tokens, this.columns]) {
+      old.querySelectorAll(".here").forEach((each) => each.classList.remove("here"));
+    }
     this.at = at;
     item.span.classList.add("here");
     const cell = at.layer === null ? item.column : item.column.children[this.model.num_layers - 1 - at.layer];
     cell.classList.add("here");
     if (scroll) {
-      const [left, width] = [item.column.offsetLeft, this.map.clientWidth];
-      if (left < this.map.scrollLeft + 48 || left > this.map.scrollLeft + width - 48) this.map.scrollLeft = left - width / 2;
+      const [left, width, start] = [item.column.offsetLeft, this.map.clientWidth, this.map.scrollLeft];
+      if (left < start + 48 || left > start + width - 48) this.map.scrollLeft = left - width / 2;
     }
     this.say(this.describe(at, item));
   }
@@ -176,7 +177,8 @@ class DepthView {
     const token = `Token ${place + 1} “${visible(item.text)}”`;
     const { routed_layers: routed, num_layers: count } = this.model;
     if (item.layers === null) return `${token}: not read yet, so no layer has computed it.`;
-    if (layer === null) return `${token}: computed by ${item.layers.length} of ${count} layers (${item.layers.join(", ")}).`;
+    const used = item.layers;
+    if (layer === null) return `${token}: computed by ${used.length} of ${count} layers (${used.join(", ")}).`;
     const number = routed.indexOf(layer);
     if (number < 0) return `${token}, layer ${layer}: not a routed layer, computes every token.`;
     const score = item.scores?.[number];
@@ -186,7 +188,7 @@ class DepthView {
       why = `, score ${score.toFixed(2)}`;
       if (threshold !== null && threshold !== undefined) why += ` (threshold ${threshold.toFixed(2)})`;
     }
-    return `${token}, layer ${layer}${why}: ${item.layers.includes(layer) ? "routed, computed" : "not routed, skipped"}.`;
+    return `${token}, layer ${layer}${why}: ${used.includes(layer) ? "routed, computed" : "not routed, skipped"}.`;
   }
 
   say(text) {

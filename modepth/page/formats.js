@@ -17,7 +17,7 @@ function percent(share) {
 
 function bytes(count) {
   for (const unit of ["B", "KB", "MB", "GB"]) {
-    if (count < 1000 || unit === "GB") return `${count < 10 ? Number(count.toFixed(1)) : Math.round(count)} ${unit}`;
+    if (count < 1000 || unit === "GB") return `${Number(count.toPrecision(3))} ${unit}`;
     count /= 1024;
   }
 }
@@ -34,13 +34,14 @@ function compact(value) {
 
 function powerOfTen(value) {
   const exponent = Math.floor(Math.log10(Math.abs(value)) + 1e-9);
-  const raised = [...String(exponent)].map((letter) => "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"["-0123456789".indexOf(letter)]).join("");
+  const raised = [...String(exponent)].map((digit) => "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"["-0123456789".indexOf(digit)]).join("");
   const factor = Number((value / 10 ** exponent).toPrecision(3));
   return factor === 1 ? `10${raised}` : `${factor}·10${raised}`;
 }
 
-// A token as a label: white space visible.
-function visible(text) {
+// A token on one line: white space visible, cut where it is longer than `most` letters.
+function visible(text, most = Infinity) {
   const shown = { "\n": "⏎", " ": "·", "\t": "⇥", "\r": "←" };
-  return [...text].map((letter) => shown[letter] ?? letter).join("");
+  const letters = [...text].map((letter) => shown[letter] ?? letter);
+  return letters.length <= most ? letters.join("") : `${letters.slice(0, most - 1).join("")}…`;
 }

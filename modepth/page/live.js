@@ -2,8 +2,18 @@
 // One task at a time: a new one ends the one before. What the server cannot do now is tried again, and said.
 
 const EXAMPLES = {
-  "A function": 'def read_lines(path, encoding="utf-8"):\n    """Return the lines of a file."""\n    with open(path, encoding=encoding) as file:\n        return [line.rstrip("\\n") for line in file]\n',
-  "A class": "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n        self.items.append(item)\n",
+  "A function": `def read_lines(path, encoding="utf-8"):
+    """Return the lines of a file."""
+    with open(path, encoding=encoding) as file:
+        return [line.rstrip("\\n") for line in file]
+`,
+  "A class": `class Stack:
+    def __init__(self):
+        self.items = []
+
+    def push(self, item):
+        self.items.append(item)
+`,
   English: "The router looks at each token and decides whether the next layer should spend anything on it.",
   Repetition: "one two three one two three one two three one two three one two three",
   Numbers: "1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048",
@@ -34,7 +44,8 @@ class Trouble extends Error {
 // -- asking
 
 async function ask(path, { body, signal } = {}) {
-  const options = body ? { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) } : {};
+  const headers = { "Content-Type": "application/json" };
+  const options = body ? { method: "POST", headers, body: JSON.stringify(body) } : {};
   let response;
   try {
     response = await fetch(path, { ...options, signal });
@@ -44,7 +55,8 @@ async function ask(path, { body, signal } = {}) {
   if (response.ok) return response;
   const told = await response.json().catch(() => null);
   const kind = { 429: "busy", 503: "loading" }[response.status] ?? "refused";
-  throw new Trouble(kind, told?.error?.message ?? `The server answered ${response.status}.`, Number(response.headers.get("Retry-After")) || 2);
+  const message = told?.error?.message ?? `The server answered ${response.status}.`;
+  throw new Trouble(kind, message, Number(response.headers.get("Retry-After")) || 2);
 }
 
 // Do it, again where that may help, until it is done or something else is asked for.
@@ -96,7 +108,8 @@ async function measure() {
   }
   busy.setAttribute("aria-busy", "true");
   const start = performance.now();
-  const depth = await persist(signal, async () => (await ask("/v1/depth", { body: { text, capacity: capacity() }, signal })).json());
+  const body = { text, capacity: capacity() };
+  const depth = await persist(signal, async () => (await ask("/v1/depth", { body, signal })).json());
   if (signal.aborted) return;
   busy.setAttribute("aria-busy", "false");
   if (!depth) return;
@@ -115,7 +128,9 @@ function showTotals(cost, speed, how = "") {
   const share = view.routedShare();
   find("flops").textContent = cost ? percent(cost.flops_share) : "–";
   find("cache").textContent = cost ? bytes(cost.cache_bytes) : "–";
-  find("cache-share").textContent = cost ? `${percent(cost.cache_bytes / cost.dense_cache_bytes)} of ${bytes(cost.dense_cache_bytes)} dense` : "of the dense model's";
+  find("cache-share").textContent = cost
+    ? `${percent(cost.cache_bytes / cost.dense_cache_bytes)} of ${bytes(cost.dense_cache_bytes)} dense`
+    : "of the dense model's";
   find("routed").textContent = share === null ? "–" : percent(share);
   find("speed").textContent = speed ? compact(Number(speed.toPrecision(3))) : "–";
   find("speed-of").textContent = how || "here, on this server";
@@ -155,7 +170,7 @@ async function follow(response, signal) {
       }
       const { error, choices } = JSON.parse(event);
       if (error) throw new Trouble("refused", error.message);
-      const [{ depth, finish_reason: reason }] = choices;
+      const [{ depth }] = choices;
       const numPrompt = count ? 0 : depth.tokens.length - 1;
       view.add(depth.tokens.slice(0, numPrompt));
       view.add(depth.tokens.slice(numPrompt), true);
@@ -165,13 +180,12 @@ async function follow(response, signal) {
       first ||= last;
       showTotals(depth.cost, count > 1 ? (1000 * (count - 1)) / (last - first) : 0, "generated");
       find("count").textContent = `${view.items.length} of ${facts.max_length} tokens, ${count} of them new`;
-      if (reason === "length" && count < Number(find("most").value)) find("count").textContent += ": the context is full";
     }
     if (!done) throw new Trouble("gone", "");
   } catch (error) {
     if (signal.aborted) return;
     if (error.kind === "refused") return say(error.message, "refused");
-    say("The server stopped in the middle of the answer. What came until then is shown. Waiting for the server.", "gone");
+    say("The server stopped in the middle of the answer. What came until then is shown. Waiting for it.", "gone");
     await untilBack(signal);
   }
 }
@@ -213,7 +227,9 @@ async function followRun() {
       if (changed) curves.show({ [name]: rows });
       const last = rows.at(-1);
       const ago = news.seconds_since === null ? "" : `, written ${Math.round(news.seconds_since)} s ago`;
-      find("progress").textContent = last ? `${name}: step ${last.step}${ago}. New rows appear as they are logged.` : `${name}: no rows yet.`;
+      find("progress").textContent = last
+        ? `${name}: step ${last.step}${ago}. New rows appear as they are logged.`
+        : `${name}: no rows yet.`;
     }
     await new Promise((done) => setTimeout(done, FOLLOW_PAUSE));
   }
@@ -234,8 +250,9 @@ function choose(tab) {
 function showModel(card) {
   facts = card.modepth;
   const routed = facts.routed_layers.length;
-  const layers = routed ? `${facts.num_layers} layers, ${routed} of them routed` : `${facts.num_layers} layers, none routed`;
-  find("model").textContent = `Model ${card.id}: ${layers}, ${compact(facts.num_parameters)} parameters, context of ${facts.max_length} tokens`;
+  const layers = `${facts.num_layers} layers, ${routed ? `${routed} of them` : "none"} routed`;
+  const size = `${compact(facts.num_parameters)} parameters, context of ${facts.max_length} tokens`;
+  find("model").textContent = `Model ${card.id}: ${layers}, ${size}`;
   find("most").max = facts.max_length;
   const settings = [["", facts.capacity === null ? "dense" : `as trained (${percent(facts.capacity)})`]];
   settings.push(...facts.dial.map((share) => [share, percent(share)]));
