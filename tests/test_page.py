@@ -116,6 +116,10 @@ def test_generation_streams_with_the_shading_of_its_answer(page, client):
     page.locator(".map").focus()
     page.keyboard.press("End")
     expect(page.locator("#shown .readout")).to_contain_text("not read yet")
+    page.keyboard.press("ArrowLeft")
+    (threshold,) = depth_of(client, TEXT)["thresholds"][-1:]
+    score = choice["depth"]["scores"][-1][-1]
+    expect(page.locator("#shown .readout")).to_contain_text(f"score {score:.2f} (threshold {threshold:.2f})")
 
 
 def test_escape_stops_the_answer_and_frees_its_place(page, client):

@@ -69,6 +69,8 @@ def test_a_run_is_served_with_a_dial_from_its_own_data(prepared, tmp_path):  # n
     run = tmp_path / "run"
     assert main(["train", str(run), "--data", str(prepared), "--config", str(tmp_path / "config.yaml")]) == 0
     served = open_served(run, settings=(0.5, 1.0))
+    assert served.log is not None
+    assert served.log.path == run / "log.jsonl"
     assert (served.name, tuple(served.dial)) == ("run", (0.5, 1.0))
     assert len(served.routing(0.5).thresholds) == 1
     with pytest.raises(ValueError, match=r"must be one of the dial's settings \(0.5, 1.0\), got 0.3"):
