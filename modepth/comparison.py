@@ -62,7 +62,9 @@ def compare(
         title=title,
         intro=intro,
         facts=facts,
-        views=[View(f"Depth of {name}", view, picture.figure) for name, (picture, view) in maps.items()],
+        views=[
+            View(f"Depth of {name}", picture.caption, view, picture.figure) for name, (picture, view) in maps.items()
+        ],
         figures=[(picture.caption, picture.figure) for picture in scores],
         sections=[(f"A sample of {name}", speech.text, ()) for name, speech in said.items()],
     )
@@ -121,7 +123,9 @@ def map_picture(
     tokens = depth["tokens"][-SNIPPET:]
     chosen = [[layer in token["layers"] for token in tokens] for layer in range(depth["num_layers"])]
     picture = Picture(
-        f"token_map_{name}", "", token_map([token["text"] for token in tokens], chosen, depth["routed_layers"])
+        f"token_map_{name}",
+        f"Which layers of {name} compute each token of a validation snippet, decided token by token.",
+        token_map([token["text"] for token in tokens], chosen, depth["routed_layers"]),
     )
     label = f"A validation snippet, read by {name}"
     return picture, {"kind": "depth", "label": label, "depth": {**depth, "tokens": tokens}}

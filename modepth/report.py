@@ -29,7 +29,8 @@ PIXELS_AN_INCH = 125  # a printed figure is small on a screen
 class View(NamedTuple):
     """What a reader can look into: drawn by the page's script; without scripts its figure stands there."""
 
-    caption: str
+    heading: str
+    caption: str  # of the figure
     data: Mapping[str, object]  # {"kind": "depth", "label", "depth"} or {"kind": "curves", "runs"}
     figure: Figure
 
@@ -104,7 +105,7 @@ def html_figure(caption: str, figure: Figure) -> str:
 
 def html_view(name: str, view: View) -> str:
     return (
-        f'<section><h2>{escaped(view.caption)}</h2><div data-view="{name}"></div>\n'
+        f'<section><h2>{escaped(view.heading)}</h2><div data-view="{name}"></div>\n'
         f"<noscript>{html_figure(view.caption, view.figure)}</noscript></section>"
     )
 
@@ -134,6 +135,7 @@ def write_run_report(
     known = facts or {}
     curves = View(
         "Training",
+        "Language-model loss against training FLOPs: validation marked, training light.",
         {"kind": "curves", "runs": {name: curve_rows(rows) for name, rows in logs.items()}},
         loss_against_flops(logs),
     )

@@ -44,8 +44,9 @@ def prepared(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     for number in range(40):
         (folder / f"{number}.txt").write_text(f"document {number}: " + "to be or not to be, that is the question. " * 9)
-    assert main(["data", "prepare", str(folder), str(folder.parent / "out"), "--tokenizer", "bytes"]) == 0
-    return folder.parent / "out"
+    out = tmp_path_factory.mktemp("prepared") / "out"  # its own: other modules use this fixture too
+    assert main(["data", "prepare", str(folder), str(out), "--tokenizer", "bytes"]) == 0
+    return out
 
 
 @pytest.fixture

@@ -70,7 +70,7 @@ def test_the_demos_page_holds_the_table_and_the_three_pictures(shown):
     assert [each.get("id") for each in page.of("script")] == ["view-0", "view-1", None]
     assert {"dense", "MoD", "parameters", "FLOPs a token", "validation loss", "bits per byte"} < set(page.text("th"))
     assert page.text("h2") == ["Depth of MoD", "Training", "A sample of dense", "A sample of MoD", "Routing of MoD"]
-    assert page.text("figcaption")[1] == (
+    assert page.text("figcaption")[0] == (
         "Which layers of MoD compute each token of a validation snippet, decided token by token."
     )
 

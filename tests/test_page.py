@@ -359,7 +359,7 @@ def test_a_model_that_is_no_run_has_no_curves(page, client):
 def test_a_report_has_the_same_views_in_one_file(browser, client, run, tmp_path):
     depth = depth_of(client, TEXT)
     shown = {**depth, "tokens": [{**depth["tokens"][0], "text": "</script><img src=x>"}, *depth["tokens"][1:]]}
-    view = View("Depth", {"kind": "depth", "label": "A text", "depth": shown}, token_map(["a"], [[1]], [0]))
+    view = View("Depth", "A map.", {"kind": "depth", "label": "A text", "depth": shown}, token_map(["a"], [[1]], [0]))
     path = write_run_report(tmp_path / "report.html", {"mine": run.path.parent, "twin": run.path.parent}, views=[view])
     with open_page(browser, f"file://{path}", width=340, color_scheme="dark") as page:
         assert layers_shown(page) == [len(token["layers"]) for token in depth["tokens"]]
