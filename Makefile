@@ -15,7 +15,7 @@ demo: $(INSTALLED)
 	$(BIN)/modepth demo
 
 test: lint
-	$(BIN)/pytest -m "not long"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile -m "not long"
 
 test-long: $(INSTALLED)
 	$(BIN)/pytest -m long

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from modepth import flops, losses
     from modepth.calibration import calibrate
-    from modepth.config import LossWeights, ModelConfig, RoutingConfig
+    from modepth.config import ExpertsConfig, LossWeights, ModelConfig, RoutingConfig
     from modepth.encoder import build, check_lengths, output_size, recommended_defaults
     from modepth.generation import generate, stream
     from modepth.layer import MixtureOfDepths
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from modepth.trace import record
 
 __all__ = [
+    "ExpertsConfig",
     "LossWeights",
     "MixtureOfDepths",
     "ModelConfig",
@@ -45,7 +46,7 @@ __all__ = [
 # A name is loaded when it is first used, so that what needs no torch (plots, reports) does not wait for it.
 _HOMES = {
     "calibration": ("calibrate",),
-    "config": ("LossWeights", "ModelConfig", "RoutingConfig"),
+    "config": ("ExpertsConfig", "LossWeights", "ModelConfig", "RoutingConfig"),
     "encoder": ("build", "check_lengths", "output_size", "recommended_defaults"),
     "generation": ("generate", "stream"),
     "layer": ("MixtureOfDepths",),

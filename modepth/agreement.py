@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from modepth.adopted import AnyConfig, config_from_dict
 from modepth.checkpoint import Checkpoint
-from modepth.config import ModelConfig, TrainConfig, model_config_from_dict, model_config_to_dict
+from modepth.config import TrainConfig, model_config_to_dict
 from modepth.data import TokenFile
 from modepth.world import World
 
 
 def check_same_start(
-    world: World, model: nn.Module, model_config: ModelConfig, config: TrainConfig, data: dict[str, TokenFile]
+    world: World, model: nn.Module, model_config: AnyConfig, config: TrainConfig, data: dict[str, TokenFile]
 ) -> None:
     """Raise on every process if one was started with another model, config, data or torch than the first."""
     here = plain(
@@ -35,7 +36,7 @@ def check_same_start(
 
 
 def check_same_run(
-    found: Checkpoint, model_config: ModelConfig, config: TrainConfig, data: TokenFile, world: World
+    found: Checkpoint, model_config: AnyConfig, config: TrainConfig, data: TokenFile, world: World
 ) -> str:
     """Refuse another model, warn where bits may differ; what changed in the training config."""
     before, now = (plain(model_config_to_dict(each)) for each in (saved_model(found), model_config))
@@ -51,7 +52,7 @@ def check_same_run(
     return "; ".join(differences(found.state["train"], plain(asdict(config))))
 
 
-def saved_model(found: Checkpoint) -> ModelConfig:
+def saved_model(found: Checkpoint) -> AnyConfig:
     """The model that a run's checkpoint says it holds; a state that no run wrote is refused."""
     path = found.folder / "state.json"
     state = found.state if isinstance(found.state, dict) else {}
@@ -59,7 +60,7 @@ def saved_model(found: Checkpoint) -> ModelConfig:
         if not isinstance(state.get(part), dict):
             raise ValueError(f"{path}: has no {part}, so it is not of a run of modepth: choose another folder")
     try:
-        return model_config_from_dict(state["model"])
+        return config_from_dict(state["model"])
     except ValueError as error:
         raise ValueError(f"{path}: model: {error}") from error
 

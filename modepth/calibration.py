@@ -1,11 +1,10 @@
 """The dial: one trained model at several budgets, by thresholds that route a wanted share of tokens."""
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from modepth.config import RoutingConfig
 from modepth.generation import inference
-from modepth.model import Context, Transformer, check_tokens
-from modepth.routing import Routing
+from modepth.model import Transformer, check_tokens
 from modepth.thresholds import with_threshold, without_thresholds
 
 ROWS = 16  # computed at once
@@ -37,12 +36,7 @@ def calibrate(
         parts = [model.embed(part_BT) for part_BT in tokens_BT.split(ROWS)]
         for number, layer in enumerate(model.layers):
             if number in model.config.routed_layers:
-                routing = with_threshold(routing, [run(model, layer, part, routing)[1] for part in parts])
-            parts = [(run(model, layer, part, routing)[0], *part[1:]) for part in parts]
+                made = [model.run_layer(layer, part, "causal", routing)[1].routing for part in parts]
+                routing = with_threshold(routing, made)
+            parts = [model.run_layer(layer, part, "causal", routing)[0] for part in parts]
     return routing
-
-
-def run(
-    model: Transformer, layer: nn.Module, part: tuple[Tensor, Context, Tensor], routing: RoutingConfig
-) -> tuple[Tensor, Routing | None]:
-    return model.run_layer(layer, *part, "causal", routing)

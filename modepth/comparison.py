@@ -53,24 +53,33 @@ def compare(
     said = {name: speak(run.model, validation, tokenizer) for name, run in runs.items()}
     facts = {name: model_facts(run.model) | said[name].facts for name, run in runs.items()}
     logs = {name: read_log(run.folder) for name, run in runs.items()}
-    routed = {name: run.model for name, run in runs.items() if run.model.config.routing is not None}
-    maps = {name: map_picture(name, model, validation, tokenizer) for name, model in routed.items()}
-    scores = [score_picture(name, model, validation) for name, model in routed.items()]
+    pictures = {
+        name: routing_pictures(name, run.model, validation, tokenizer)
+        for name, run in runs.items()
+        if run.model.config.looks_ahead
+    }
+    # What a page can be looked into with stands in place of its figure.
+    views = {
+        name: View(
+            f"Depth of {name}", figures[0].caption, depth_data(name, model, validation, tokenizer), figures[0].figure
+        )
+        for name, figures in pictures.items()
+        if (model := runs[name].model).config.routing is not None
+    }
+    left = [picture for name, each in pictures.items() for picture in each[name in views :]]
     page = write_run_report(
         out / "report.html",
         {name: run.folder for name, run in runs.items()},
         title=title,
         intro=intro,
         facts=facts,
-        views=[
-            View(f"Depth of {name}", picture.caption, view, picture.figure) for name, (picture, view) in maps.items()
-        ],
-        figures=[(picture.caption, picture.figure) for picture in scores],
+        views=list(views.values()),
+        figures=[(picture.caption, picture.figure) for picture in left],
         sections=[(f"A sample of {name}", speech.text, ()) for name, speech in said.items()],
     )
     curves = Picture("loss_against_flops", "", loss_against_flops(logs))
-    pictures = (curves, *(picture for picture, _ in maps.values()), *scores)
-    files = [save_figure(picture.figure, out / picture.name)[0] for picture in pictures]
+    drawn = (curves, *(picture for each in pictures.values() for picture in each))
+    files = [save_figure(picture.figure, out / picture.name)[0] for picture in drawn]
     return {name: facts[name] | results(logs[name]) for name in runs}, [page, *files]
 
 
@@ -106,6 +115,10 @@ def model_facts(model: Transformer) -> dict[str, object]:
     layers = f"{config.num_layers}"
     if config.routing is not None:
         layers += f", {len(config.routed_layers)} routed at {percent(config.routing.capacity)}"
+        layers += "" if config.routing.flow == "rejoin" else f" ({config.routing.flow})"
+    if config.experts is not None:
+        noops = f" and {config.experts.num_noops} no-ops" if config.experts.num_noops else ""
+        layers += f", {len(config.expert_layers)} of {config.experts.num_experts} experts{noops}"
     return {
         "layers": layers,
         "parameters": flops.num_parameters(config),
@@ -114,37 +127,41 @@ def model_facts(model: Transformer) -> dict[str, object]:
     }
 
 
-def map_picture(
-    name: str, model: Transformer, validation: TokenFile, tokenizer: Tokenizer
-) -> tuple[Picture, dict[str, object]]:
-    """A map of a snippet, decided as generation decides, token by token: to print, and to look into."""
-    depth = read_depth(model, validation_windows(model, validation, 1)[0].tolist(), tokenizer)
-    # The end of a window: its tokens have the most to look back on.
-    tokens = depth["tokens"][-SNIPPET:]
-    chosen = [[layer in token["layers"] for token in tokens] for layer in range(depth["num_layers"])]
-    picture = Picture(
-        f"token_map_{name}",
-        f"Which layers of {name} compute each token of a validation snippet, decided token by token.",
-        token_map([token["text"] for token in tokens], chosen, depth["routed_layers"]),
-    )
-    label = f"A validation snippet, read by {name}"
-    return picture, {"kind": "depth", "label": label, "depth": {**depth, "tokens": tokens}}
-
-
-def score_picture(name: str, model: Transformer, validation: TokenFile) -> Picture:
-    windows_BT = validation_windows(model, validation, SCORED)
+def routing_pictures(name: str, model: Transformer, validation: TokenFile, tokenizer: Tokenizer) -> list[Picture]:
+    """A map of a snippet and the histograms of the scores, decided as generation decides: token by token."""
+    windows_BT = validation_windows(model, validation)
     with torch.no_grad(), record(model) as trace:
         model(windows_BT)
-    return Picture(
-        f"router_scores_{name}",
-        f"Router scores of {windows_BT.numel():,} validation tokens in the routed layers of {name}.",
-        score_histograms(*trace.scores(), cutoffs=causal_cutoffs(model)),
-    )
+    # The end of a window: its tokens have the most to look back on.
+    snippet = windows_BT[0, -SNIPPET:].tolist()
+    tokens, config = [tokenizer.decode([token]) for token in snippet], model.config
+    partial_layers = [layer for layer in range(config.num_layers) if config.decided_by(layer) is not None]
+    experts = None if config.experts is None else trace.expert_map()[:, -SNIPPET:]
+    which = "layers" if experts is None else "layers and experts"
+    pictures = [
+        Picture(
+            f"token_map_{name}",
+            f"Which {which} of {name} compute each token of a validation snippet, decided token by token.",
+            token_map(tokens, trace.chosen_map()[:, -SNIPPET:], partial_layers, experts),
+        )
+    ]
+    if config.routing is not None:
+        scores = score_histograms(*trace.scores(), cutoffs=causal_cutoffs(model))
+        caption = f"Router scores of {windows_BT.numel():,} validation tokens in the routed layers of {name}."
+        pictures.append(Picture(f"router_scores_{name}", caption, scores))
+    return pictures
 
 
-def validation_windows(model: Transformer, validation: TokenFile, count: int) -> torch.Tensor:
+def depth_data(name: str, model: Transformer, validation: TokenFile, tokenizer: Tokenizer) -> dict[str, object]:
+    """The same snippet, to look into."""
+    depth = read_depth(model, validation_windows(model, validation)[0].tolist(), tokenizer)
+    snippet = {**depth, "tokens": depth["tokens"][-SNIPPET:]}
+    return {"kind": "depth", "label": f"A validation snippet, read by {name}", "depth": snippet}
+
+
+def validation_windows(model: Transformer, validation: TokenFile) -> torch.Tensor:
     length = model.config.max_length
-    return read_windows(validation, spread_windows(validation, length, count), length)[:, :-1]
+    return read_windows(validation, spread_windows(validation, length, SCORED), length)[:, :-1]
 
 
 def causal_cutoffs(model: Transformer) -> dict[int, float] | None:

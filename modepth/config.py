@@ -1,8 +1,9 @@
 """What a user sets: frozen dataclasses, validated at birth, read from YAML or JSON.
 
-Defaults are written here and nowhere else. `RoutingConfig` says how tokens are routed,
-`ModelConfig` describes the native decoder. Unknown keys, wrong types and impossible values
-raise a ValueError that names the field, the value and the fix.
+Defaults are written in the dataclasses and nowhere else. `RoutingConfig` says how tokens are routed,
+`ModelConfig` describes the native decoder; `ExpertsConfig` and `TrainConfig` have files of their own.
+Unknown keys, wrong types and impossible values raise a ValueError that names the field, the value and
+the fix.
 """
 
 import difflib
@@ -16,6 +17,8 @@ from typing import Any, Literal
 
 import yaml
 
+from modepth.experts_config import ExpertsConfig as ExpertsConfig  # noqa: PLC0414 - exported from here too
+from modepth.train_config import TrainConfig as TrainConfig  # noqa: PLC0414
 from modepth.validation import (
     check_capacity,
     check_choice,
@@ -25,6 +28,7 @@ from modepth.validation import (
     check_layers,
     check_number,
     check_thresholds,
+    named_layers,
 )
 
 FORMAT = 1  # of a saved config; a file with a higher number is refused, not half understood
@@ -34,9 +38,8 @@ Selection = Literal["topk", "random", "stride", "token_choice", "threshold", "so
 Gate = Literal["sigmoid", "raw", "double_sigmoid", "tanh", "one"]
 Rule = Literal["cutoff", "router", "predictor"]
 Init = Literal["normal", "zero"]
+Flow = Literal["rejoin", "filter", "exit"]
 Mode = Literal["topk", "causal"]
-Precision = Literal["bfloat16", "float16"]
-Parallel = Literal["ddp", "fsdp"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +70,8 @@ class RoutingConfig:
     every       in a decoder: route layers every-1, 2*every-1, ... but not the first or last
     layers      in a decoder: exactly these layers; `every` is then not consulted
     part        what skipped tokens skip in a decoder layer: the block, its attention, its mlp
+    flow        where a token that was not chosen goes on: at the next layer (rejoin), at the next layer that is not
+                routed, since routed ones choose among those that the last one chose (filter), nowhere (exit)
     selection   how tokens are chosen in training
     gate        what multiplies a routed token's update, as a function of its router logit
     weigh_bypass  multiply skipped tokens by their gate too
@@ -86,6 +91,7 @@ class RoutingConfig:
     every: int = 2
     layers: tuple[int, ...] | None = None
     part: Part = "block"
+    flow: Flow = "rejoin"
     selection: Selection = "topk"
     gate: Gate = "sigmoid"
     weigh_bypass: bool = False
@@ -103,6 +109,7 @@ class RoutingConfig:
         if self.layers is not None:
             check_layers(self.layers)
         check_choice("part", self.part, Part)
+        check_choice("flow", self.flow, Flow)
         check_choice("selection", self.selection, Selection)
         check_choice("gate", self.gate, Gate)
         check_flag("weigh_bypass", self.weigh_bypass)
@@ -119,25 +126,35 @@ class RoutingConfig:
             raise ValueError("rule 'predictor' needs a predictor: set predictor to its hidden width, for instance 64")
         if self.selection == "soft" and self.weigh_bypass:
             raise ValueError("weigh_bypass does nothing with selection 'soft', where every token is computed: drop one")
+        self.check_flow()
+
+    def check_flow(self) -> None:
+        if self.flow == "rejoin":
+            return
+        if self.selection in ("soft", "stride"):
+            why = {"soft": "computes every token", "stride": "takes the same positions in every layer"}[self.selection]
+            raise ValueError(f"flow {self.flow!r} does not go with selection {self.selection!r}, which {why}: use topk")
+        if self.flow == "exit" and self.part != "block":
+            raise ValueError(
+                f"part must be block with flow 'exit', got {self.part!r}: a token that stopped is computed by nothing"
+            )
 
     def routed_layers(self, num_layers: int) -> tuple[int, ...]:
         """The layers of a decoder that are routed, in order."""
         if self.layers is None:
             return tuple(layer for layer in range(self.every - 1, num_layers - 1, self.every) if layer > 0)
-        outside = [layer for layer in self.layers if layer >= num_layers]
-        if outside:
-            raise ValueError(f"layers must be in 0..{num_layers - 1} for {num_layers} layers, got {outside}")
-        return tuple(sorted(self.layers))
+        return named_layers(self.layers, num_layers)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The native decoder: Llama-shaped, with any set of its layers routed.
+    """The native decoder: Llama-shaped, with any set of its layers routed, and any with experts.
 
     num_kv_heads   heads of keys and values; None: as many as num_heads
     mlp_dim        inner width of the SwiGLU; None: 8/3 of dim, up to a multiple of 32
     max_length     the longest sequence that the model is meant for
-    routing        None for a dense model
+    routing        which tokens skip which layers; None: all are computed
+    experts        several feed-forwards in the place of one; None: one
 
     >>> config = ModelConfig(vocab_size=256, num_layers=6, dim=64, num_heads=4, routing=RoutingConfig())
     >>> config.routed_layers, config.mlp_width
@@ -156,6 +173,7 @@ class ModelConfig:
     tie_embeddings: bool = True
     dropout: float = 0.0
     routing: RoutingConfig | None = None
+    experts: ExpertsConfig | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "num_layers", "dim", "num_heads", "max_length"):
@@ -183,6 +201,13 @@ class ModelConfig:
                     f"routing with every={self.routing.every} routes none of {self.num_layers} layers "
                     "(the first and last stay dense): name them with layers=(...), or set routing to None"
                 )
+        if self.experts is not None:
+            check_instance("experts", self.experts, ExpertsConfig)
+            if not self.expert_layers:
+                raise ValueError(
+                    f"experts with every={self.experts.every} are in none of {self.num_layers} layers: "
+                    "lower every, or set experts to None"
+                )
 
     @property
     def head_dim(self) -> int:
@@ -200,79 +225,20 @@ class ModelConfig:
     def routed_layers(self) -> tuple[int, ...]:
         return () if self.routing is None else self.routing.routed_layers(self.num_layers)
 
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        return () if self.experts is None else self.experts.expert_layers(self.num_layers)
 
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """How a model is trained; exactly one of steps, tokens and target_flops says for how long.
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether training chooses by what it knows of later tokens, so that its loss is not that of generation."""
+        return self.routing is not None or self.experts is not None
 
-    length            tokens of a training window; None: the model's max_length
-    batch_size        windows of a step, over all processes
-    micro_batch       windows of one forward in one process; None: all of the process's share at once
-    warmup            share of the run over which the learning rate rises
-    final_fraction    of the learning rate, reached by a cosine at the end of the run
-    capacity_warmup   share of the run over which the capacity falls from 1 to the model's own
-    capacity_stages   number of levels on the way there
-    max_bad_steps     stop after so many updates in a row that were not applied
-    precision         of autocast; None: the precision of the weights
-    parallel          with several processes: ddp, the whole model on each, or fsdp, its tensors shared out
-    """
-
-    steps: int | None = None
-    tokens: int | None = None
-    target_flops: float | None = None
-    length: int | None = None
-    batch_size: int = 16
-    micro_batch: int | None = None
-    learning_rate: float = 3e-3
-    warmup: float = 0.05
-    final_fraction: float = 0.1
-    weight_decay: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.95
-    clip: float = 1.0
-    seed: int = 0
-    capacity_warmup: float = 0.0
-    capacity_stages: int = 8
-    eval_every: int = 100
-    eval_windows: int = 64
-    save_every: int = 100
-    keep_checkpoints: int = 2
-    log_every: int = 10
-    max_bad_steps: int = 5
-    compile: bool = False
-    checkpoint_activations: bool = False
-    precision: Precision | None = None
-    parallel: Parallel = "ddp"
-
-    def __post_init__(self) -> None:
-        given = [name for name in ("steps", "tokens", "target_flops") if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ValueError(f"set exactly one of steps, tokens and target_flops, got {', '.join(given) or 'none'}")
-        if self.target_flops is not None and self.capacity_warmup:
-            raise ValueError(
-                "capacity_warmup changes the FLOPs of a step: with it, give steps or tokens, not target_flops"
-            )
-        for name in ("steps", "tokens", "length", "micro_batch"):
-            if getattr(self, name) is not None:
-                check_count(name, getattr(self, name), low=1)
-        if self.target_flops is not None:
-            check_number("target_flops", self.target_flops, low=1.0)
-        counts = ("batch_size", "capacity_stages", "eval_every", "eval_windows", "save_every", "keep_checkpoints")
-        for name in (*counts, "log_every", "max_bad_steps"):
-            check_count(name, getattr(self, name), low=1)
-        check_count("seed", self.seed, low=0)
-        for name in ("learning_rate", "weight_decay", "clip"):
-            check_number(name, getattr(self, name), low=0.0)
-        for name in ("warmup", "capacity_warmup", "beta1", "beta2"):
-            check_number(name, getattr(self, name), low=0.0, high=1.0)
-        check_number("final_fraction", self.final_fraction, low=0.0, high=1.0)
-        for name in ("compile", "checkpoint_activations"):
-            check_flag(name, getattr(self, name))
-        if self.precision is not None:
-            check_choice("precision", self.precision, Precision)
-        check_choice("parallel", self.parallel, Parallel)
-        if self.parallel == "fsdp" and self.compile:
-            raise ValueError("compile does not go with parallel 'fsdp' yet: drop compile, or train with 'ddp'")
+    def decided_by(self, layer: int) -> int | None:
+        """The layer whose router says which tokens a layer computes; None: it computes all."""
+        before = [number for number in self.routed_layers if number <= layer]
+        exits = self.routing is not None and self.routing.flow == "exit"
+        return before[-1] if before and (exits or before[-1] == layer) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,8 +268,8 @@ def without_format(data: Mapping[str, Any], where: str) -> dict[str, Any]:
     return rest
 
 
-def model_config_to_dict(config: ModelConfig) -> dict[str, Any]:
-    """Plain data that `model_config_from_dict` reads back."""
+def model_config_to_dict(config: Any) -> dict[str, Any]:
+    """Plain data that `model_config_from_dict` reads back; of a model from elsewhere, `adopted.config_from_dict`."""
     return {"format": FORMAT, **asdict(config)}
 
 
@@ -356,6 +322,7 @@ NESTED: dict[str, type] = {
     "model": ModelConfig,
     "train": TrainConfig,
     "routing": RoutingConfig,
+    "experts": ExpertsConfig,
     "losses": LossWeights,
 }
 

@@ -12,8 +12,8 @@ from modepth import flops
 from modepth.config import RoutingConfig
 from modepth.generation import Reading, inference, read_next, start_rows
 from modepth.model import Transformer
-from modepth.routing import rule_score
 from modepth.sampling import Sampling
+from modepth.selection import rule_score
 from modepth.tokenizer import Tokenizer
 
 
@@ -96,12 +96,7 @@ def depth_of(
 
 def layers_used(model: Transformer, reading: Reading, number: int) -> list[tuple[int, ...]]:
     """The layers that computed each token that was just read of a row."""
-    part, layers = reading.parts[number], range(model.config.num_layers)
-    chosen = {routing.layer: routing.chosen_BT[0, part].tolist() for routing in reading.routings}
-    return [
-        tuple(layer for layer in layers if layer not in chosen or chosen[layer][place])
-        for place in range(part.stop - part.start)
-    ]
+    return reading.layers_used(number)
 
 
 def router_scores(model: Transformer, reading: Reading, number: int) -> list[tuple[Score, ...]]:

@@ -1,8 +1,9 @@
 """FLOPs, parameters and cache bytes of a model, from its config alone.
 
 A multiply-add counts 2. Counted are the matrix products: projections, attention scores and values,
-feed-forward, router, predictor, logits; not norms, rotations, gathers. A routed layer is counted at
-its capacity, since that, not the outcome of routing, fixes its cost. Numbers are for one sequence.
+feed-forward, router, predictor, logits; not norms, rotations, gathers. A routed layer and an expert are
+counted at their capacity, since that, not the outcome of routing, fixes their cost. Numbers are for one
+sequence.
 
 `half_causal` counts only the lower triangle of attention, what a perfect causal kernel would do;
 published figures differ in this, so both are offered.
@@ -10,13 +11,15 @@ published figures differ in this, so both are offered.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from modepth.config import ModelConfig, RoutingConfig
+from modepth.adopted import AdoptedConfig, AnyConfig, Costs
+from modepth.config import ExpertsConfig, ModelConfig, RoutingConfig
 from modepth.routing import num_routed
 from modepth.validation import check_count
 
 POSITION_BYTES = 4
+Config = TypeVar("Config", bound=AnyConfig)
 
 
 class LayerFlops(NamedTuple):
@@ -25,7 +28,7 @@ class LayerFlops(NamedTuple):
     layer: int
     routed: bool
     num_attended: int
-    num_fed: int
+    num_fed: int  # with experts, those that come to them; each expert has room for some
     attention: int
     mlp: int
     router: int
@@ -36,43 +39,68 @@ class LayerFlops(NamedTuple):
         return self.attention + self.mlp + self.router + self.predictor
 
 
-def layer_flops(config: ModelConfig, length: int, *, half_causal: bool = False) -> list[LayerFlops]:
+def layer_flops(config: AnyConfig, length: int, *, half_causal: bool = False) -> list[LayerFlops]:
     """Forward FLOPs of every layer for one sequence of `length` tokens."""
     check_count("length", length, low=1)
-    return [one_layer(config, layer, length, half_causal) for layer in range(config.num_layers)]
+    return [
+        one_layer(config, layer, length, num_computed(config, layer, length), half_causal)
+        for layer in range(config.num_layers)
+    ]
 
 
-def one_layer(config: ModelConfig, layer: int, length: int, half_causal: bool) -> LayerFlops:
-    return counted_layer(config, layer, length, num_computed(config, layer, length), half_causal)
-
-
-def counted_layer(
-    config: ModelConfig, layer: int, length: int, computed: tuple[int, int], half_causal: bool
-) -> LayerFlops:
+def one_layer(config: AnyConfig, layer: int, length: int, computed: tuple[int, int], half_causal: bool) -> LayerFlops:
     """FLOPs of a layer whose attention and feed-forward compute so many of `length` tokens."""
-    num_attended, num_fed = computed
-    kv_dim = config.kv_heads * config.head_dim
-    projections = 4 * num_attended * config.dim * (config.dim + kv_dim)
-    scores_and_values = 4 * num_attended**2 * config.dim // (2 if half_causal else 1)
+    costs, (num_attended, num_fed) = costs_of(config), computed
     routed = layer in config.routed_layers
     return LayerFlops(
         layer=layer,
         routed=routed,
         num_attended=num_attended,
         num_fed=num_fed,
-        attention=projections + scores_and_values,
-        mlp=6 * num_fed * config.dim * config.mlp_width,
-        router=2 * length * config.dim if routed else 0,
-        predictor=2 * length * (config.dim + 1) * predictor_width(config) if routed else 0,
+        attention=num_attended * costs.attention[layer]
+        + num_attended**2 * costs.scores[layer] // (2 if half_causal else 1),
+        mlp=num_expert_tokens(config, layer, num_fed) * costs.mlp[layer],
+        router=costs.router * ((length if routed else 0) + num_fed * num_alternatives(config, layer)),
+        predictor=length * costs.predictor if routed else 0,
     )
 
 
-def num_computed(config: ModelConfig, layer: int, length: int) -> tuple[int, int]:
+def costs_of(config: AnyConfig) -> Costs:
+    """What the parts of a model cost: of a transformers model, as it was counted when it was taken in."""
+    if isinstance(config, AdoptedConfig):
+        return config.costs
+    dim, kv_dim, width = config.dim, config.kv_heads * config.head_dim, predictor_width(config)
+    embeddings = config.vocab_size * dim * (1 if config.tie_embeddings else 2)
+    attention, mlp = 2 * dim * (dim + kv_dim), 3 * dim * config.mlp_width
+    routers = len(config.routed_layers) * (dim + ((dim + 2) * width + 1 if width else 0))
+    norms = (2 * config.num_layers + 1) * dim
+    experts = sum(
+        mlp * (config.experts.num_experts - 1) + dim * num_alternatives(config, layer)
+        for layer in config.expert_layers
+        if config.experts is not None
+    )
+    return Costs(
+        attention=(2 * attention,) * config.num_layers,
+        mlp=(2 * mlp,) * config.num_layers,
+        scores=(4 * dim,) * config.num_layers,
+        router=2 * dim,
+        predictor=2 * (dim + 1) * width,
+        logits=2 * dim * config.vocab_size,
+        parameters=embeddings + config.num_layers * (attention + mlp) + experts + routers + norms,
+    )
+
+
+def num_computed(config: AnyConfig, layer: int, length: int) -> tuple[int, int]:
     """How many of a row's tokens the attention and the feed-forward of a layer compute."""
-    routing = config.routing
-    if routing is None or layer not in config.routed_layers or routing.selection == "soft":
+    routing, decides = config.routing, config.decided_by(layer)
+    if routing is None or decides is None or routing.selection == "soft":
         return length, length
-    return computed_parts(routing, length, num_routed(length, routing.capacity))
+    k = num_routed(length, routing.capacity)
+    if routing.flow != "rejoin":
+        # Every routed layer on the way chose among those that the one before it chose.
+        for _ in range(config.routed_layers.index(decides)):
+            k = num_routed(k, routing.capacity)
+    return computed_parts(routing, length, k)
 
 
 def computed_parts(routing: RoutingConfig, length: int, k: int) -> tuple[int, int]:
@@ -80,16 +108,33 @@ def computed_parts(routing: RoutingConfig, length: int, k: int) -> tuple[int, in
     return {"block": (k, k), "attention": (k, length), "mlp": (length, k)}[routing.part]
 
 
-def predictor_width(config: ModelConfig) -> int:
+def num_expert_tokens(config: AnyConfig, layer: int, num_fed: int) -> int:
+    """How many tokens the feed-forwards of a layer compute: the room of all its experts, if it has some."""
+    experts = experts_in(config, layer)
+    return num_fed if experts is None else experts.num_experts * num_routed(num_fed, experts.capacity)
+
+
+def num_alternatives(config: AnyConfig, layer: int) -> int:
+    """What a layer's tokens are scored for: experts and no-ops."""
+    experts = experts_in(config, layer)
+    return 0 if experts is None else experts.num_experts + experts.num_noops
+
+
+def experts_in(config: AnyConfig, layer: int) -> ExpertsConfig | None:
+    """The experts of a layer; a transformers model's were counted with its feed-forward."""
+    return config.experts if isinstance(config, ModelConfig) and layer in config.expert_layers else None
+
+
+def predictor_width(config: AnyConfig) -> int:
     return 0 if config.routing is None else config.routing.predictor or 0
 
 
-def logits_flops(config: ModelConfig, length: int) -> int:
+def logits_flops(config: AnyConfig, length: int) -> int:
     """Forward FLOPs of the projection to the vocabulary."""
-    return 2 * length * config.dim * config.vocab_size
+    return length * costs_of(config).logits
 
 
-def forward_flops(config: ModelConfig, length: int, *, logits: bool = True, half_causal: bool = False) -> int:
+def forward_flops(config: AnyConfig, length: int, *, logits: bool = True, half_causal: bool = False) -> int:
     """FLOPs of one forward pass over one sequence.
 
     >>> config = ModelConfig(vocab_size=256, num_layers=2, dim=64, num_heads=2)
@@ -101,7 +146,7 @@ def forward_flops(config: ModelConfig, length: int, *, logits: bool = True, half
     return layers + (logits_flops(config, length) if logits else 0)
 
 
-def spent_share(config: ModelConfig, length: int, num_chosen: Mapping[int, int]) -> float:
+def spent_share(config: AnyConfig, length: int, num_chosen: Mapping[int, int]) -> float:
     """FLOPs of one sequence over those of the dense model, where each routed layer computed so many of its tokens.
 
     What was spent, not what the capacity allows; attention looks back only.
@@ -113,35 +158,25 @@ def spent_share(config: ModelConfig, length: int, num_chosen: Mapping[int, int])
     check_count("length", length, low=1)
     routing, spent = config.routing, logits_flops(config, length)
     for layer in range(config.num_layers):
-        computed = (length, length)
-        if routing is not None and layer in num_chosen:
-            computed = computed_parts(routing, length, num_chosen[layer])
-        spent += counted_layer(config, layer, length, computed, half_causal=True).total
+        computed, decides = (length, length), config.decided_by(layer)
+        if routing is not None and decides is not None and decides in num_chosen:
+            computed = computed_parts(routing, length, num_chosen[decides])
+        spent += one_layer(config, layer, length, computed, half_causal=True).total
     return spent / forward_flops(dense(config), length, half_causal=True)
 
 
-def training_flops(config: ModelConfig, length: int, *, logits: bool = True, half_causal: bool = False) -> int:
+def training_flops(config: AnyConfig, length: int, *, logits: bool = True, half_causal: bool = False) -> int:
     """FLOPs of a forward and backward pass over one sequence: three times the forward.
 
     But for the predictor, whose input is detached: its first layer passes no gradient on.
     """
-    not_passed_on = len(config.routed_layers) * 2 * length * config.dim * predictor_width(config)
+    not_passed_on = len(config.routed_layers) * length * costs_of(config).router * predictor_width(config)
     return 3 * forward_flops(config, length, logits=logits, half_causal=half_causal) - not_passed_on
 
 
-def num_parameters(config: ModelConfig) -> int:
+def num_parameters(config: AnyConfig) -> int:
     """All parameters, embeddings included, tied ones once."""
-    embeddings = config.vocab_size * config.dim * (1 if config.tie_embeddings else 2)
-    attention = 2 * config.dim * (config.dim + config.kv_heads * config.head_dim)
-    layer = attention + 3 * config.dim * config.mlp_width + 2 * config.dim
-    width = predictor_width(config)
-    predictor = (config.dim + 2) * width + 1 if width else 0
-    return (
-        embeddings
-        + config.num_layers * layer
-        + len(config.routed_layers) * (config.dim + predictor)
-        + config.dim  # the final norm
-    )
+    return costs_of(config).parameters
 
 
 def cache_bytes(config: ModelConfig, length: int, *, value_bytes: int = 4) -> int:
@@ -150,6 +185,8 @@ def cache_bytes(config: ModelConfig, length: int, *, value_bytes: int = 4) -> in
     return entry * sum(num_computed(config, layer, length)[0] for layer in range(config.num_layers))
 
 
-def dense(config: ModelConfig) -> ModelConfig:
-    """The same shape with nothing routed."""
+def dense(config: Config) -> Config:
+    """The same shape with nothing routed and a single feed-forward in each layer."""
+    if isinstance(config, ModelConfig):
+        config = replace(config, experts=None)
     return replace(config, routing=None)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from modepth.cache import Cache
 from modepth.config import RoutingConfig
+from modepth.experts import ExpertRouting
 from modepth.model import Transformer, check_tokens
 from modepth.routing import Routing
 from modepth.sampling import Sampling, draw, new_generator
@@ -98,7 +99,22 @@ class Reading(NamedTuple):
     rows: Sequence[Row]
     parts: list[slice]  # where each row's tokens are among all N
     states_ND: Tensor
-    routings: tuple[Routing, ...]
+    decided: tuple[Routing | ExpertRouting, ...]
+
+    @property
+    def routings(self) -> list[Routing]:
+        """Of the routed layers, in order."""
+        return [each for each in self.decided if isinstance(each, Routing)]
+
+    def layers_used(self, number: int) -> list[tuple[int, ...]]:
+        """The layers that computed each token of a row."""
+        config, part = self.rows[number].cache.config, self.parts[number]
+        chosen = {routing.layer: routing.chosen_BT[0, part].tolist() for routing in self.routings}
+        by = {layer: config.decided_by(layer) for layer in range(config.num_layers)}
+        return [
+            tuple(layer for layer, decides in by.items() if decides is None or chosen[decides][place])
+            for place in range(part.stop - part.start)
+        ]
 
 
 def read_next(
@@ -107,12 +123,10 @@ def read_next(
     """Read the next `counts` tokens of the rows, all together."""
     starts = [row.cache.length for row in rows]
     tokens = [row.tokens[start : start + count] for row, start, count in zip(rows, starts, counts, strict=True)]
-    states_ND, routings = model.extend(tokens, [row.cache for row in rows], routing=routing)
-    check_all(routings)
+    states_ND, decided = model.extend(tokens, [row.cache for row in rows], routing=routing)
+    check_all(decided)
     ends = list(itertools.accumulate(counts))
-    return Reading(
-        rows, [slice(end - count, end) for end, count in zip(ends, counts, strict=True)], states_ND, routings
-    )
+    return Reading(rows, [slice(end - count, end) for end, count in zip(ends, counts, strict=True)], states_ND, decided)
 
 
 def draw_next(model: Transformer, reading: Reading) -> list[Emitted]:
@@ -146,21 +160,20 @@ def advance(
     return draw_next(model, reading)
 
 
-def check_all(routings: Sequence[Routing]) -> None:
+def check_all(decided: Sequence[Routing | ExpertRouting]) -> None:
     """Raise if a score is not finite; one look at all layers, since it is taken at every token."""
+    routings = [each for each in decided if isinstance(each, Routing)]
     scores = [score for each in routings for score in (each.logit_BT, each.predicted_BT) if score is not None]
-    if scores and not torch.stack(scores).isfinite().all():
-        for each in routings:
+    scores += [each.logit_BTA.flatten(1) for each in decided if isinstance(each, ExpertRouting)]
+    if scores and not torch.cat(scores, dim=1).isfinite().all():
+        for each in decided:
             each.check()
 
 
 def note_layers(reading: Reading) -> None:
     """Remember which layers computed each token that was just read."""
-    skipped = {routing.layer: (~routing.chosen_BT[0]).tolist() for routing in reading.routings}
-    for row, part in zip(reading.rows, reading.parts, strict=True):
-        for place in range(part.start, part.stop):
-            layers = range(row.cache.config.num_layers)
-            row.layers.append(tuple(layer for layer in layers if not (layer in skipped and skipped[layer][place])))
+    for number, row in enumerate(reading.rows):
+        row.layers += reading.layers_used(number)
 
 
 @contextmanager

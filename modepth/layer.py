@@ -58,6 +58,8 @@ class MixtureOfDepths(nn.Module):
         check_names(per_token=per_token, per_pair=per_pair, shared=shared)
         if config.part != "block":
             raise ValueError(f"part must be block here, got {config.part!r}: wrap the attention or the mlp itself")
+        if config.flow != "rejoin":
+            raise ValueError(f"flow must be rejoin here, got {config.flow!r}: only a decoder knows the layers before")
         self.block = block
         self.router = Router(dim, config, layer)
         self.per_token = tuple(per_token)

@@ -1,4 +1,4 @@
-"""Router and predictor losses: pure functions of Routings, means over real tokens and routed layers.
+"""Losses of routers and predictors: pure functions of decisions, means over real tokens and over layers.
 
 They are kept apart from the language-model loss, which they must never be plotted as. The targets
 are the decisions themselves, `chosen_BT`.
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from modepth.config import LossWeights, RoutingConfig
+from modepth.config import ExpertsConfig, LossWeights, RoutingConfig
+from modepth.experts import ExpertRouting
 from modepth.routing import Routing
 
 
@@ -47,6 +48,44 @@ def balance_loss(routings: Sequence[Routing], capacity: float) -> Tensor:
 def z_loss(routings: Sequence[Routing]) -> Tensor:
     """Mean squared logit: keeps scores small, where sigmoid still has a slope."""
     return mean_over_layers(lambda routing: mean_over_real(routing.logit_BT.square(), routing), routings)
+
+
+def expert_balance_loss(decisions: Sequence[ExpertRouting]) -> Tensor:
+    """How unevenly tokens pick among the alternatives, no-ops included: 1 if evenly, up to their number if all agree.
+
+    The share of picks times the mean softmax, summed and scaled, as in the Switch Transformer, equations 4 to 6. The
+    share of picks is a count and has no gradient.
+    """
+
+    def layer_loss(decided: ExpertRouting) -> Tensor:
+        gate_BTA = decided.logit_BTA.softmax(-1)
+        real_BT1 = decided.real_BT.unsqueeze(-1)
+        picks_A = decided.wanted_BTA.sum((0, 1))
+        gates_A = torch.where(real_BT1, gate_BTA, 0.0).sum((0, 1))
+        # A batch of padding alone has the loss 0.
+        return len(picks_A) * (picks_A * gates_A).sum() / (picks_A.sum() * real_BT1.sum()).clamp(min=1)
+
+    if not decisions:
+        raise ValueError("there is no choice of experts to take a loss of: none of the layers has experts")
+    return torch.stack([layer_loss(each) for each in decisions]).mean()
+
+
+def all_losses(
+    routings: Sequence[Routing],
+    routing: RoutingConfig | None,
+    experts: Sequence[ExpertRouting],
+    experts_config: ExpertsConfig | None,
+) -> tuple[dict[str, Tensor], Tensor]:
+    """The losses that the two configs ask for, by name and not yet weighted; and what is added to the language loss."""
+    losses: dict[str, Tensor] = {}
+    total = torch.zeros(())
+    if routing is not None:
+        losses = router_losses(routings, routing)
+        total = weighted_sum(losses, routing.losses)
+    if experts_config is not None and experts_config.choice == "token" and experts_config.balance:
+        losses["experts"] = expert_balance_loss(experts)
+        total = total + experts_config.balance * losses["experts"]
+    return losses, total
 
 
 def router_losses(routings: Sequence[Routing], config: RoutingConfig) -> dict[str, Tensor]:

@@ -1,15 +1,15 @@
-"""The native decoder: Llama-shaped, any of its layers routed.
+"""The native decoder: Llama-shaped, any of its layers routed, any with experts.
 
     tokens -> embed -> for each layer: x = layer(x) -> norm -> logits -> loss
 
 Parameters are named as transformers names Llama's, so that a checkpoint exports without renaming;
-routed layers add `router`. Rows of a batch are padded at their end.
+routed layers add `router`, and experts stand under `mlp`. Rows of a batch are padded at their end.
 
-Shapes: B batch, T tokens, K slots of the routed tokens, D width, H heads, E width of a head, V vocabulary.
+Shapes: B batch, T tokens, N new tokens of several rows, D width, E width of a head, V vocabulary.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,10 +17,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from modepth.adopted import AnyConfig
+from modepth.blocks import Context, rotary
 from modepth.cache import Cache, NewTokens
 from modepth.config import Mode, ModelConfig, RoutingConfig
-from modepth.losses import router_losses, weighted_sum
-from modepth.routing import Router, Routing, apply_routed, real_tokens
+from modepth.decoder_layer import Decisions, Layer, Stream
+from modepth.experts import ExpertRouter, ExpertRouting
+from modepth.losses import all_losses
+from modepth.routing import Router, Routing, real_tokens
 from modepth.validation import check_tensor
 
 IGNORED = -100  # a target that does not count
@@ -34,9 +38,21 @@ class Output(NamedTuple):
     router_losses: dict[str, Tensor]  # by name, unweighted; of mode "topk", whose choices are the targets
     router_loss: Tensor  # their weighted sum, 0 if there are none
     routings: tuple[Routing, ...]  # one a routed layer, in order
+    experts: tuple[ExpertRouting, ...] = ()  # one a layer with experts, in order
 
 
-class Transformer(nn.Module):
+class Decoder(nn.Module):
+    """What the training loop asks of a model, besides a forward that takes and returns what `Transformer`'s does."""
+
+    config: AnyConfig
+    checkpoint_activations: bool
+
+    def blocks(self) -> nn.ModuleList:
+        """Its layers."""
+        raise NotImplementedError
+
+
+class Transformer(Decoder):
     """A decoder in which the layers that `config.routing` names compute only some of the tokens.
 
     >>> from modepth import ModelConfig, RoutingConfig, Transformer
@@ -48,6 +64,8 @@ class Transformer(nn.Module):
     >>> [(routing.layer, routing.index_BK.shape[1]) for routing in out.routings]
     [(1, 6)]
     """
+
+    config: ModelConfig
 
     def __init__(self, config: ModelConfig, *, checkpoint_activations: bool = False) -> None:
         super().__init__()
@@ -62,10 +80,13 @@ class Transformer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.reset_parameters()
 
+    def blocks(self) -> nn.ModuleList:
+        return self.layers
+
     def reset_parameters(self) -> None:
         """Normal, std 0.02; projections back into the stream smaller, so that depth does not widen it."""
         for name, module in self.named_modules():
-            if isinstance(module, Router | nn.RMSNorm):
+            if isinstance(module, Router | ExpertRouter | nn.RMSNorm):
                 module.reset_parameters()
             elif isinstance(module, nn.Linear | nn.Embedding) and ".router." not in name:
                 into_stream = name.endswith(("o_proj", "down_proj"))
@@ -90,22 +111,18 @@ class Transformer(nn.Module):
         """
         routing = self.own_or(routing)
         self.check_shapes(tokens_BT, targets)
-        x_BTD, context, real_BT = self.embed(tokens_BT, lengths)
-        routings = []
-        for layer in self.layers:
-            x_BTD, decision = self.run_layer(layer, x_BTD, context, real_BT, mode, routing)
-            if decision is not None:
-                routings.append(decision)
-        logits_BTV = self.lm_head(self.norm(x_BTD))
-        loss = None if targets is None else language_loss(logits_BTV, targets, real_BT)
-        losses, router_loss = {}, logits_BTV.new_zeros(())
-        if mode == "topk" and routing is not None:
-            losses = router_losses(routings, routing)
-            router_loss = weighted_sum(losses, routing.losses).to(logits_BTV.device)
-        return Output(logits_BTV, loss, losses, router_loss, tuple(routings))
+        stream = self.embed(tokens_BT, lengths)
+        stream, routings, experts = self.run_layers(stream, mode, routing)
+        logits_BTV = self.lm_head(self.norm(stream.x_BTD))
+        loss = None if targets is None else language_loss(logits_BTV, targets, stream.real_BT)
+        losses: dict[str, Tensor] = {}
+        router_loss = logits_BTV.new_zeros(())
+        if mode == "topk":
+            losses, router_loss = all_losses(routings, routing, experts, self.config.experts)
+        return Output(logits_BTV, loss, losses, router_loss.to(logits_BTV.device), routings, experts)
 
-    def embed(self, tokens_BT: Tensor, lengths: Tensor | None = None) -> "tuple[Tensor, Context, Tensor]":
-        """What the first layer is given: states, their context, which tokens are real."""
+    def embed(self, tokens_BT: Tensor, lengths: Tensor | None = None) -> Stream:
+        """What the first layer is given."""
         B, T = tokens_BT.shape
         if lengths is None:
             lengths = torch.full((B,), T, device=tokens_BT.device)
@@ -113,7 +130,7 @@ class Transformer(nn.Module):
         position_1T = torch.arange(T, device=tokens_BT.device).unsqueeze(0)
         rope_1TE = rotary(position_1T, self.config.head_dim, self.config.rope_theta).to(x_BTD.dtype)
         rope_BTE = rope_1TE.expand(B, -1, -1).contiguous()
-        return x_BTD, Context(rope_BTE), real_tokens(lengths, B, T)
+        return Stream(x_BTD, Context(rope_BTE), real_tokens(lengths, B, T))
 
     def extend(
         self,
@@ -122,11 +139,12 @@ class Transformer(nn.Module):
         *,
         mode: Mode = "causal",
         routing: RoutingConfig | None = None,
-    ) -> tuple[Tensor, tuple[Routing, ...]]:
+    ) -> tuple[Tensor, tuple[Routing | ExpertRouting, ...]]:
         """Read the next tokens of some rows, each into its own cache.
 
-        Returns the states that `lm_head` makes logits of, (N, D), for all tokens, row after row; and the routings,
-        each of one row that holds all N. A row may have any number of new tokens: a prompt, a piece of one, one, none.
+        Returns the states that `lm_head` makes logits of, (N, D), for all tokens, row after row; and what was
+        decided, each of one row that holds all N. A row may have any number of new tokens: a prompt, a piece of
+        one, one, none.
 
         >>> from modepth import ModelConfig, Transformer
         >>> from modepth.cache import Cache
@@ -149,16 +167,11 @@ class Transformer(nn.Module):
         new = NewTokens(row_1N.to(device), position_1N, tuple(caches))
         x_1ND = self.embed_tokens(torch.tensor([[token for row in tokens for token in row]], device=device))
         rope_1NE = rotary(position_1N, self.config.head_dim, self.config.rope_theta).to(x_1ND.dtype)
-        context = Context(rope_1NE, new)
         real_1N = torch.ones_like(position_1N, dtype=torch.bool)
-        routings = []
-        for layer in self.layers:
-            x_1ND, decision = layer(x_1ND, context, real_1N, mode, routing)
-            if decision is not None:
-                routings.append(decision)
+        stream, routings, experts = self.run_layers(Stream(x_1ND, Context(rope_1NE, new), real_1N), mode, routing)
         for cache, count in zip(caches, counts, strict=True):
             cache.length += count
-        return self.norm(x_1ND).squeeze(0), tuple(routings)
+        return self.norm(stream.x_BTD).squeeze(0), (*routings, *experts)
 
     def check_room(self, tokens: Sequence[Sequence[int]], caches: Sequence[Cache]) -> None:
         if len(tokens) != len(caches) or not any(len(row) for row in tokens):
@@ -178,7 +191,7 @@ class Transformer(nn.Module):
         own = self.config.routing
         if routing is None or routing is own:
             return own
-        for name in ("layers", "every", "part", "predictor"):
+        for name in ("layers", "every", "part", "flow", "predictor"):
             if own is None or getattr(routing, name) != getattr(own, name):
                 raise ValueError(f"routing may not change {name} of a model that stands: {own} was built")
         return routing
@@ -192,146 +205,25 @@ class Transformer(nn.Module):
         if targets is not None:
             check_tensor("targets", targets, tuple(tokens_BT.shape), kind="whole")
 
+    def run_layers(
+        self, stream: Stream, mode: Mode, routing: RoutingConfig | None
+    ) -> tuple[Stream, tuple[Routing, ...], tuple[ExpertRouting, ...]]:
+        """All layers, and what they decided."""
+        decided: list[Decisions] = []
+        for layer in self.layers:
+            stream, decisions = self.run_layer(layer, stream, mode, routing)
+            decided.append(decisions)
+        routings = tuple(each.routing for each in decided if each.routing is not None)
+        return stream, routings, tuple(each.experts for each in decided if each.experts is not None)
+
     def run_layer(
-        self,
-        layer: nn.Module,
-        x_BTD: Tensor,
-        context: "Context",
-        real_BT: Tensor,
-        mode: Mode,
-        routing: RoutingConfig | None,
-    ) -> tuple[Tensor, Routing | None]:
+        self, layer: nn.Module, stream: Stream, mode: Mode, routing: RoutingConfig | None
+    ) -> tuple[Stream, Decisions]:
         """One layer, its activations kept or made again in the backward."""
         if self.checkpoint_activations and torch.is_grad_enabled():
             # Not the reentrant kind: that one drops the gradient of the router losses.
-            return checkpoint(layer, x_BTD, context, real_BT, mode, routing, use_reentrant=False)
-        return layer(x_BTD, context, real_BT, mode, routing)
-
-
-class Context(NamedTuple):
-    """What attention knows of the tokens besides their states: it travels with them when some are left out."""
-
-    rope_BTE: Tensor
-    new: NewTokens | None = None  # the rows and caches of `extend`
-
-    def gather(self, routing: Routing) -> "Context":
-        return Context(routing.gather(self.rope_BTE), None if self.new is None else self.new.gather(routing))
-
-
-class Layer(nn.Module):
-    """Attention, then a feed-forward, each added to the stream; a routed layer also has a router."""
-
-    def __init__(self, config: ModelConfig, number: int) -> None:
-        super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.self_attn = Attention(config, number)
-        self.post_attention_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.mlp = FeedForward(config)
-        self.dropout = nn.Dropout(config.dropout)
-        self.router: Router | None = None
-        if config.routing is not None and number in config.routed_layers:
-            self.router = Router(config.dim, config.routing, number)
-
-    def attend(self, x_BTD: Tensor, context: Context) -> Tensor:
-        return x_BTD + self.dropout(self.self_attn(self.input_layernorm(x_BTD), context))
-
-    def feed(self, x_BTD: Tensor) -> Tensor:
-        return x_BTD + self.dropout(self.mlp(self.post_attention_layernorm(x_BTD)))
-
-    def forward(
-        self, x_BTD: Tensor, context: Context, real_BT: Tensor, mode: Mode, routing: RoutingConfig | None = None
-    ) -> tuple[Tensor, Routing | None]:
-        router = self.router
-        if router is None:
-            return self.feed(self.attend(x_BTD, context)), None
-        position_BT = None if context.new is None else context.new.position_1N
-        return ROUTED_PARTS[router.config.part](
-            self, x_BTD, context, lambda x: router(x, real_BT, mode, routing, position_BT)
-        )
-
-
-# The router reads the stream where the routed part does.
-Decide = Callable[[Tensor], Routing]
-
-
-def route_block(layer: Layer, x_BTD: Tensor, context: Context, decide: Decide) -> tuple[Tensor, Routing]:
-    routing = decide(x_BTD)
-    return apply_routed(x_BTD, routing, lambda x: layer.feed(layer.attend(x, context.gather(routing)))), routing
-
-
-def route_attention(layer: Layer, x_BTD: Tensor, context: Context, decide: Decide) -> tuple[Tensor, Routing]:
-    routing = decide(x_BTD)
-    return layer.feed(apply_routed(x_BTD, routing, lambda x: layer.attend(x, context.gather(routing)))), routing
-
-
-def route_mlp(layer: Layer, x_BTD: Tensor, context: Context, decide: Decide) -> tuple[Tensor, Routing]:
-    x_BTD = layer.attend(x_BTD, context)
-    routing = decide(x_BTD)
-    return apply_routed(x_BTD, routing, layer.feed), routing
-
-
-ROUTED_PARTS = {"block": route_block, "attention": route_attention, "mlp": route_mlp}
-
-
-class Attention(nn.Module):
-    """Causal self-attention with rotary positions and grouped keys and values."""
-
-    def __init__(self, config: ModelConfig, number: int) -> None:
-        super().__init__()
-        self.number = number  # of the layer
-        self.head_dim = config.head_dim
-        self.dropout = config.dropout
-        self.grouped = config.kv_heads < config.num_heads
-        kv_dim = config.kv_heads * config.head_dim
-        self.q_proj = nn.Linear(config.dim, config.dim, bias=False)
-        self.k_proj = nn.Linear(config.dim, kv_dim, bias=False)
-        self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)
-        self.o_proj = nn.Linear(config.dim, config.dim, bias=False)
-
-    def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
-        heads = (-1, self.head_dim)
-        q_BTHE = rotate(self.q_proj(x_BTD).unflatten(-1, heads), context.rope_BTE)
-        k_BTHE = rotate(self.k_proj(x_BTD).unflatten(-1, heads), context.rope_BTE)
-        v_BTHE = self.v_proj(x_BTD).unflatten(-1, heads)
-        if context.new is not None:
-            return self.o_proj(context.new.attend(self.number, q_BTHE, k_BTHE, v_BTHE).flatten(2))
-        # Routed tokens are sorted by position and padding comes last, so lower triangular is right for all.
-        out_BHTE = F.scaled_dot_product_attention(
-            q_BTHE.transpose(1, 2),
-            k_BTHE.transpose(1, 2),
-            v_BTHE.transpose(1, 2),
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=True,
-            enable_gqa=self.grouped,
-        )
-        return self.o_proj(out_BHTE.transpose(1, 2).flatten(2))
-
-
-class FeedForward(nn.Module):
-    """SwiGLU."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.dim, config.mlp_width, bias=False)
-        self.up_proj = nn.Linear(config.dim, config.mlp_width, bias=False)
-        self.down_proj = nn.Linear(config.mlp_width, config.dim, bias=False)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))
-
-
-def rotary(position_BT: Tensor, head_dim: int, theta: float) -> Tensor:
-    """Cosines, then sines, of each position's angles, in float32: (B, T, E)."""
-    exponent = torch.arange(0, head_dim, 2, device=position_BT.device).float() / head_dim
-    angle = position_BT.unsqueeze(-1).float() * (1.0 / theta**exponent)
-    return torch.cat((angle.cos(), angle.sin()), dim=-1)
-
-
-def rotate(x_BTHE: Tensor, rope_BTE: Tensor) -> Tensor:
-    """Turn the pairs (i, i + E/2) of every head by their position's angle."""
-    cos, sin = rope_BTE.unsqueeze(2).chunk(2, dim=-1)
-    left, right = x_BTHE.chunk(2, dim=-1)
-    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
+            return checkpoint(layer, stream, mode, routing, use_reentrant=False)
+        return layer(stream, mode, routing)
 
 
 def language_loss(logits_BTV: Tensor, targets_BT: Tensor, real_BT: Tensor) -> Tensor:

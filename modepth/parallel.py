@@ -7,7 +7,7 @@ What differs between the two stays in this file, and in how restore.py cuts tens
 import contextlib
 import warnings
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch._dynamo
@@ -19,12 +19,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from modepth.config import TrainConfig
-from modepth.model import Output, Transformer
-from modepth.routing import Routing
+from modepth.experts import ExpertRouting
+from modepth.model import Decoder, Output
+from modepth.routing import KeptWide, Routing
 from modepth.world import World
 
+Decided = TypeVar("Decided", Routing, ExpertRouting)
 
-def spread(model: Transformer, config: TrainConfig, world: World) -> nn.Module:
+
+def spread(model: Decoder, config: TrainConfig, world: World) -> nn.Module:
     """What a training step calls; with fsdp, `model` itself then holds this process's rows only.
 
     Every process begins with the weights of the first.
@@ -42,7 +45,7 @@ def spread(model: Transformer, config: TrainConfig, world: World) -> nn.Module:
     return DistributedDataParallel(LossesOnly(forward), find_unused_parameters=True)
 
 
-def compiled(model: Transformer, config: TrainConfig) -> nn.Module:
+def compiled(model: Decoder, config: TrainConfig) -> nn.Module:
     # Every stage of the capacity is a graph of its own. Past this limit torch goes on uncompiled, and the stage that
     # the most of a run is spent in comes last.
     limits = torch._dynamo.config
@@ -50,17 +53,16 @@ def compiled(model: Transformer, config: TrainConfig) -> nn.Module:
     return torch.compile(model)  # type: ignore[return-value]
 
 
-def share_out(model: Transformer, world: World) -> None:
+def share_out(model: Decoder, world: World) -> None:
     """FSDP2: every layer's tensors by rows, gathered while the layer computes; the rest at once."""
     # Layers return views, which is a trap only for who then changes them in place; no one here does.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     mesh = init_device_mesh(world.device.type, (world.size,))
-    for layer in model.layers:
-        assert isinstance(layer, nn.Module)
-        router = getattr(layer, "router", None)
+    for layer in model.blocks():
         # What is gathered together must have one dtype, and routers stay in float32 when a model is cast.
-        if router is not None and len({parameter.dtype for parameter in layer.parameters()}) > 1:
-            fully_shard(router, mesh=mesh)
+        if len({parameter.dtype for parameter in layer.parameters()}) > 1:
+            for router in [module for module in layer.modules() if isinstance(module, KeptWide)]:
+                fully_shard(router, mesh=mesh)
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
 
@@ -84,13 +86,14 @@ class LossesOnly(nn.Module):
             logits_BTV=out.logits_BTV.detach(),
             router_losses={name: loss.detach() for name, loss in out.router_losses.items()},
             routings=tuple(detached(routing) for routing in out.routings),
+            experts=tuple(detached(experts) for experts in out.experts),
         )
 
 
-def detached(routing: Routing) -> Routing:
-    values: dict[str, Any] = {each.name: getattr(routing, each.name) for each in fields(routing)}
+def detached(decided: Decided) -> Decided:
+    values: dict[str, Any] = {each.name: getattr(decided, each.name) for each in fields(decided)}
     tensors = {name: value.detach() for name, value in values.items() if isinstance(value, Tensor)}
-    return replace(routing, **values | tensors)
+    return replace(decided, **values | tensors)
 
 
 def sync_gradients(model: nn.Module, last: bool) -> contextlib.AbstractContextManager[Any]:

@@ -144,6 +144,10 @@ def write_run_report(
         routing = routing_table(rows)
         if routing:
             sections.append((f"Routing of {name}", "Per routed layer, at the last logged step.", routing))
+        experts = routing_table(rows, "experts")
+        if experts:
+            text = "Share of a layer's tokens that each expert computed and none did, at the last logged step."
+            sections.append((f"Experts of {name}", text, experts))
     events = [{"run": name, **event} for name, rows in logs.items() for event in events_of(rows)]
     if events:
         sections.append(("Events", "", events))
@@ -189,11 +193,9 @@ def results(rows: Sequence[Mapping[str, Any]]) -> dict[str, object]:
     }
 
 
-def routing_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """What each routed layer did at the last step that says so."""
-    layers: Mapping[str, Mapping[str, object]] = next(
-        (row["layers"] for row in reversed(rows) if row.get("layers")), {}
-    )
+def routing_table(rows: Sequence[Mapping[str, Any]], kind: str = "layers") -> Table:
+    """What each routed layer did, or with "experts" the experts of each layer, at the last step that says so."""
+    layers: Mapping[str, Mapping[str, object]] = next((row[kind] for row in reversed(rows) if row.get(kind)), {})
     return [{"layer": int(layer), **values} for layer, values in sorted(layers.items(), key=lambda item: int(item[0]))]
 
 

@@ -1,9 +1,9 @@
 """The core of Mixture-of-Depths: which tokens a block computes, and how its output comes back.
 
     score      a router gives every token a logit                      Router
-    select     the best k tokens of each row are chosen                SELECTIONS, choose_best
+    select     the best k tokens of each row are chosen                selection.py, choose_best
     lay out    the chosen tokens get slots, in order of position       lay_out
-    apply      gather -> block -> blend -> scatter; the rest skips     apply_routed
+    apply      gather -> block -> blend -> scatter; the rest skips     apply_routed, add_routed
 
 The decision is a value, `Routing`: made once, then used, drawn, and trained on. Nothing outside
 this file gathers or scatters tokens.
@@ -20,30 +20,16 @@ Shapes: B batch, T tokens, K slots of the routed tokens, D width.
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from fractions import Fraction
-from typing import NamedTuple, Self, TypeVar
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
-from modepth.config import Mode, RoutingConfig, Rule
+from modepth.config import Mode, RoutingConfig
+from modepth.selection import SELECTIONS, Candidates
+from modepth.selection import num_routed as num_routed  # noqa: PLC0414 - exported from here too
 from modepth.validation import check_choice, check_count, check_instance, check_tensor
-
-Count = TypeVar("Count", int, Tensor)
-
-
-def num_routed(length: Count, capacity: float) -> Count:
-    """ceil(capacity * length), exactly: for a row's length, or a tensor of lengths.
-
-    >>> num_routed(100, 0.07)  # 0.07 * 100 is 7.000000000000001 in floating point
-    7
-    """
-    if isinstance(length, Tensor):
-        length = length.to(torch.int64)
-    # A capacity is meant as the simple fraction nearest to its float: 7/100, 1/3.
-    share = Fraction(max(capacity, 1e-9)).limit_denominator(10**9)
-    return -(-length * share.numerator // share.denominator)
 
 
 def real_tokens(lengths_B: Tensor, B: int, T: int) -> Tensor:
@@ -72,7 +58,7 @@ class Routing:
     layer: int
     logit_BT: Tensor  # the router's raw score of every token
     predicted_BT: Tensor | None  # the predictor's logit of "is chosen"
-    real_BT: Tensor  # bool: not padding
+    real_BT: Tensor  # bool: neither padding nor, in a filter or after an exit, out already
     willing_BT: Tensor  # bool: asked to be chosen; in top-k every real token does
     chosen_BT: Tensor  # bool: the decision
     index_BK: Tensor  # the token in each slot
@@ -90,6 +76,23 @@ class Routing:
         """A copy of (B, T, ...) values in which the slots' tokens are replaced by (B, K, ...)."""
         flat = values.flatten(0, 1).index_copy(0, self._flat_index(), routed.flatten(0, 1))
         return flat.view_as(values)
+
+    def add(self, values: Tensor, routed: Tensor) -> Tensor:
+        """(B, T, ...) values with (B, K, ...) added at the slots' tokens."""
+        return values.flatten(0, 1).index_add(0, self._flat_index(), routed.flatten(0, 1)).view_as(values)
+
+    def ungated(self) -> "Routing":
+        """The same tokens, each with gate 1: for layers that compute them without a router of their own.
+
+        Scores leave their graph: where a layer is sharded, its inputs get gradients of zero, and so would the router.
+        """
+        return replace(
+            self,
+            logit_BT=self.logit_BT.detach(),
+            predicted_BT=None,
+            gate_BK=self.valid_BK.to(self.gate_BK.dtype),
+            bypass_BT=None,
+        )
 
     def _flat_index(self) -> Tensor:
         B, T = self.logit_BT.shape
@@ -154,22 +157,21 @@ def apply_routed(x_BTD: Tensor, routing: Routing, block: Callable[[Tensor], Tens
     return out_BTD if routing.bypass_BT is None else out_BTD * routing.bypass_BT.unsqueeze(-1).to(x_BTD.dtype)
 
 
+def add_routed(out_BTD: Tensor, x_BTD: Tensor, routing: Routing, update: Callable[[Tensor], Tensor]) -> Tensor:
+    """Add to the chosen tokens of `out` what `update` makes of them, times their gate; the others stay.
+
+    `update` maps (B, K, D) to (B, K, D) and contains no residual. Called once for each of several updates, of which a
+    token may get more than one.
+    """
+    if routing.index_BK.shape[1] == 0:
+        return out_BTD
+    y_BKD = update(routing.gather(x_BTD)).to(out_BTD.dtype)
+    weighed_BKD = y_BKD * routing.gate_BK.unsqueeze(-1).to(out_BTD.dtype)
+    # Not by a gate of 0: 0 * inf is NaN.
+    return routing.add(out_BTD, torch.where(routing.valid_BK.unsqueeze(-1), weighed_BKD, 0.0))
+
+
 # -- choosing
-
-
-class Candidates(NamedTuple):
-    """What a selection may look at."""
-
-    logit_BT: Tensor
-    predicted_BT: Tensor | None
-    real_BT: Tensor
-    position_BT: Tensor  # place in the sequence, padding not counted
-    cutoff: Tensor  # the layer's score threshold
-    layer: int
-    always_BT: Tensor | None = None  # bool: the real ones of these come before all others, within k, with gate 1
-
-
-Choice = Callable[[Candidates, RoutingConfig], tuple[Tensor, Tensor]]  # -> priority_BT, willing_BT
 
 
 def choose_best(priority_BT: Tensor, willing_BT: Tensor, k_B: Tensor, always_BT: Tensor | None = None) -> Tensor:
@@ -192,92 +194,6 @@ def lay_out(chosen_BT: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
     return index_BK, chosen_BT.gather(1, index_BK)
 
 
-def by_score(tokens: Candidates, config: RoutingConfig) -> tuple[Tensor, Tensor]:
-    """Learned top-k: all compete. Not causal: a token may lose its slot to a later one."""
-    return tokens.logit_BT, tokens.real_BT
-
-
-def by_noise(tokens: Candidates, config: RoutingConfig) -> tuple[Tensor, Tensor]:
-    """Top-k over noise, the control that shows what learning adds."""
-    return noise(config.seed, tokens.layer, tokens.position_BT), tokens.real_BT
-
-
-def by_noise_threshold(tokens: Candidates, config: RoutingConfig) -> tuple[Tensor, Tensor]:
-    noise_BT = noise(config.seed, tokens.layer, tokens.position_BT)
-    return noise_BT, tokens.real_BT & (noise_BT >= 2**32 - num_routed(2**32, config.capacity))
-
-
-def by_stride(tokens: Candidates, config: RoutingConfig) -> tuple[Tensor, Tensor]:
-    """Fixed, evenly spread positions: those at which k steps up, so exactly k(n) of n tokens, for every n."""
-    position_BT = tokens.position_BT
-    steps_BT = num_routed(position_BT + 1, config.capacity) > num_routed(position_BT, config.capacity)
-    return tokens.logit_BT, tokens.real_BT & steps_BT
-
-
-def by_own_score(tokens: Candidates, config: RoutingConfig) -> tuple[Tensor, Tensor]:
-    """Token-choice: a token is willing when its logit >= 0. Causal until a surplus is dropped by score."""
-    return tokens.logit_BT, tokens.real_BT & (tokens.logit_BT >= 0)
-
-
-def by_cutoff(tokens: Candidates, config: RoutingConfig) -> tuple[Tensor, Tensor]:
-    """A token is willing when its logit reaches the layer's cutoff."""
-    return tokens.logit_BT, tokens.real_BT & (tokens.logit_BT >= tokens.cutoff)
-
-
-def by_rule(tokens: Candidates, config: RoutingConfig) -> tuple[Tensor, Tensor]:
-    """What stands in for top-k where the future is unknown: a token's own score against a threshold."""
-    if config.capacity == 1:
-        return by_score(tokens, config)  # top-k takes all, and so does this
-    score_BT = rule_score(tokens, config.rule)
-    threshold = tokens.cutoff if config.rule == "cutoff" else 0.0
-    for layer, calibrated in config.thresholds or ():
-        if layer == tokens.layer:
-            threshold = calibrated
-    return score_BT, tokens.real_BT & (score_BT >= threshold)
-
-
-def rule_score(tokens: "Candidates | Routing", rule: Rule) -> Tensor:
-    """What a causal rule looks at: the predictor's guess that top-k would choose the token, or the router's logit."""
-    if rule != "predictor":
-        return tokens.logit_BT
-    assert tokens.predicted_BT is not None  # the config demands a predictor for this rule
-    return tokens.predicted_BT
-
-
-# Each selection in training, where the best k of the willing are taken, and in causal mode, where
-# all the willing are: those functions look at one token only.
-SELECTIONS: dict[Mode, dict[str, Choice]] = {
-    "topk": {
-        "topk": by_score,
-        "soft": by_score,
-        "random": by_noise,
-        "stride": by_stride,
-        "token_choice": by_own_score,
-        "threshold": by_cutoff,
-    },
-    "causal": {
-        "topk": by_rule,
-        "soft": by_rule,
-        "random": by_noise_threshold,
-        "stride": by_stride,
-        "token_choice": by_own_score,
-        "threshold": by_cutoff,
-    },
-}
-
-
-def noise(seed: int, layer: int, position_BT: Tensor) -> Tensor:
-    """Whole numbers in 0..2^32-1, a pure function of (seed, layer, position), distinct within a layer."""
-    return scramble(position_BT ^ scramble(layer ^ scramble(seed % 2**32)))
-
-
-def scramble(number: Count) -> Count:
-    """A bijection of 0..2^32-1 that looks random. The multiplier is small enough for int64 not to overflow."""
-    for _ in range(2):
-        number = ((number >> 16) ^ number) * 0x45D9F3B & 0xFFFFFFFF
-    return (number >> 16) ^ number
-
-
 # -- the gate: a function of the router logit
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -292,7 +208,19 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
 # -- the router
 
 
-class Router(nn.Module):
+class KeptWide(nn.Module):
+    """A module whose weights are float32 or wider whatever its model is cast to: scores decide by rank."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        def at_least_float32(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            narrow = moved.is_floating_point() and moved.dtype.itemsize < 4
+            return tensor.to(moved.device) if narrow else moved
+
+        return super()._apply(at_least_float32, recurse)
+
+
+class Router(KeptWide):
     """Scores the tokens of one layer and decides which are computed.
 
     One projection of the residual stream, in float32 or wider whatever the model's precision.
@@ -339,6 +267,7 @@ class Router(nn.Module):
         config: RoutingConfig | None = None,
         position_BT: Tensor | None = None,
         always_BT: Tensor | None = None,
+        among: Routing | None = None,
     ) -> Routing:
         """Decide for every token of (B, T, D).
 
@@ -346,6 +275,7 @@ class Router(nn.Module):
         config        how to decide, if not as the router's own says
         position_BT   place in the sequence; None: counted from the row's first real token
         always_BT     True at tokens that come before all others, within k, with gate 1; None: all compete
+        among         choose among the tokens that this decision chose, k following their number; None: all real ones
         """
         check_choice("mode", mode, Mode)
         check_tensor("x", x_BTD, (None, None, self.score.in_features))
@@ -357,7 +287,10 @@ class Router(nn.Module):
             position_BT = real_BT.cumsum(1) - 1
         if always_BT is not None:
             check_tensor("the mask of tokens always chosen", always_BT, tuple(x_BTD.shape[:2]), kind="bool")
-        tokens = Candidates(logit_BT, predicted_BT, real_BT, position_BT, self.cutoff, self.layer, always_BT)
+        most = x_BTD.shape[1]
+        if among is not None:
+            real_BT, most = among.chosen_BT, among.index_BK.shape[1]
+        tokens = Candidates(logit_BT, predicted_BT, real_BT, position_BT, self.cutoff, self.layer, most, always_BT)
         return decide(tokens, self.config if config is None else config, mode)
 
     def scores(self, x_BTD: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -366,15 +299,6 @@ class Router(nn.Module):
             wide_BTD = x_BTD.to(self.score.weight.dtype)
             predicted = None if self.predictor is None else self.predictor(wide_BTD.detach()).squeeze(-1)
             return self.score(wide_BTD).squeeze(-1), predicted
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # Scores decide by rank, so a model cast to bfloat16 keeps its routers in float32.
-        def at_least_float32(tensor: Tensor) -> Tensor:
-            moved = fn(tensor)
-            narrow = moved.is_floating_point() and moved.dtype.itemsize < 4
-            return tensor.to(moved.device) if narrow else moved
-
-        return super()._apply(at_least_float32, recurse)
 
 
 def without_autocast(device: str) -> AbstractContextManager[object]:
@@ -397,7 +321,7 @@ def decide(tokens: Candidates, config: RoutingConfig, mode: Mode) -> Routing:
         # Every real token is computed and attends; only the chosen ones are blended.
         index_BK, valid_BK = lay_out(real_BT, real_BT.shape[1])
     elif mode == "topk":
-        index_BK, valid_BK = lay_out(chosen_BT, num_routed(real_BT.shape[1], config.capacity))
+        index_BK, valid_BK = lay_out(chosen_BT, num_routed(tokens.most, config.capacity))
     else:
         # As few slots as the fullest row needs: at inference shapes may follow the data.
         index_BK, valid_BK = lay_out(chosen_BT, max(chosen_BT.sum(1).tolist(), default=0))

@@ -7,6 +7,7 @@
 A run that finds a checkpoint of its own model in its folder resumes from it.
 """
 
+import importlib.util
 import json
 import time
 from collections.abc import Callable
@@ -19,12 +20,13 @@ import numpy as np
 import torch
 
 from modepth import checkpoint
+from modepth.adopted import AdoptedConfig, AnyConfig
 from modepth.agreement import check_same_run, check_same_start, saved_model, setting
-from modepth.config import Mode, ModelConfig, TrainConfig, model_config_to_dict
+from modepth.config import Mode, TrainConfig, model_config_to_dict
 from modepth.cutoffs import cutoff_weight_at, move_cutoffs
 from modepth.data import TokenFile, check_ids, global_batch_rows, num_windows, open_tokens, rank_rows, read_windows
 from modepth.interruption import Interruption
-from modepth.model import Transformer
+from modepth.model import Decoder, Transformer
 from modepth.parallel import spread
 from modepth.restore import load_model, load_optimizer, model_tensors, optimizer_tensors, pieces
 from modepth.run_folder import RunLock, prepare_run
@@ -35,6 +37,7 @@ from modepth.textfile import replace_text
 from modepth.train import (
     StepResult,
     evaluate,
+    experts_row,
     make_optimizer,
     routing_row,
     train_step,
@@ -65,7 +68,7 @@ class DivergedError(Exception):
     """Update after update could not be applied."""
 
 
-def open_data(folder: str | Path, model: ModelConfig, world: World = ALONE) -> Data:
+def open_data(folder: str | Path, model: AnyConfig, world: World = ALONE) -> Data:
     """The training and validation tokens of a prepared folder; if one rank cannot use them all raise."""
     opened: list[TokenFile] = []
     checkpoint.in_step(
@@ -74,7 +77,7 @@ def open_data(folder: str | Path, model: ModelConfig, world: World = ALONE) -> D
     return Data(*opened)
 
 
-def open_split(folder: str | Path, split: str, model: ModelConfig) -> TokenFile:
+def open_split(folder: str | Path, split: str, model: AnyConfig) -> TokenFile:
     """The tokens of one split, each seen to be in the model's vocabulary."""
     tokens = open_tokens(Path(folder) / f"{split}.tokens")
     if tokens.vocab_size > model.vocab_size:
@@ -87,7 +90,7 @@ def open_split(folder: str | Path, split: str, model: ModelConfig) -> TokenFile:
 
 
 def train(
-    model: Transformer,
+    model: Decoder,
     config: TrainConfig,
     data: Data,
     run: str | Path,
@@ -121,7 +124,7 @@ def train(
         return loop.final_row()
 
 
-def check_possible(model: ModelConfig, config: TrainConfig, data: Data, world: World) -> None:
+def check_possible(model: AnyConfig, config: TrainConfig, data: Data, world: World) -> None:
     """Raise now for what would end the run in its first step or its first evaluation."""
     length = window_length(config, model)
     if length > model.max_length:
@@ -151,7 +154,7 @@ class Loop:
 
     def __init__(
         self,
-        model: Transformer,
+        model: Decoder,
         config: TrainConfig,
         data: Data,
         folder: Path,
@@ -207,6 +210,7 @@ class Loop:
         self.num_bad = 0
         if step % self.config.log_every == 0 or step + 1 == self.steps:
             rate = (self.flops_until(step + 1) - self.flops_until(step)) / seconds
+            choices = {str(decided.layer): experts_row(decided) for decided in result.experts}
             self.add_row(
                 {
                     "step": step,
@@ -219,13 +223,14 @@ class Loop:
                     "share_of_peak": rate / self.peak,
                     "flops": self.flops_until(step + 1),
                     "layers": {str(routing.layer): routing_row(routing) for routing in result.routings},
+                    **({"experts": choices} if choices else {}),
                 }
             )
 
     def measure(self, step: int) -> dict[str, Any]:
-        """Validation loss after `step` steps, as a row; of a routed model also with top-k, which looks ahead."""
+        """Validation loss after `step` steps, as a row; of one whose training looks ahead also in that mode."""
         validation = self.evaluate("causal")
-        if self.model.config.routing is not None:
+        if self.model.config.looks_ahead:
             validation["topk_loss"] = self.evaluate("topk")["loss"]
         return self.add_row({"step": step, "validation": validation, "flops": self.flops_until(step)})
 
@@ -306,19 +311,42 @@ class Loop:
         load_optimizer(self.model, self.optimizer, found)
 
 
-def write_config(folder: Path, model: ModelConfig, config: TrainConfig) -> None:
+def write_config(folder: Path, model: AnyConfig, config: TrainConfig) -> None:
     whole = {"model": model_config_to_dict(model), "train": asdict(config)}
     replace_text(folder / "config.json", json.dumps(whole, indent=1) + "\n")
 
 
-def load(run: str | Path) -> Transformer:
+def load(run: str | Path) -> Decoder:
     """The model of a run at its newest checkpoint."""
     found = checkpoint.newest(run)
     if found is None:
         raise ValueError(f"{run}: no checkpoint to load")
-    model = Transformer(saved_model(found))
+    model = empty_model(saved_model(found))
     load_model(model, found)
     return model.eval()
+
+
+def load_native(run: str | Path) -> Transformer:
+    """As `load`, for what works with the native decoder alone."""
+    model = load(run)
+    if not isinstance(model, Transformer):
+        raise ValueError(f"{run}: holds a transformers model: `modepth export` it, then use it as one")
+    return model
+
+
+def empty_model(config: AnyConfig) -> Decoder:
+    if not isinstance(config, AdoptedConfig):
+        return Transformer(config)
+    require_transformers()
+    from modepth.hf import adoption  # noqa: PLC0415 - an extra, and slow to load
+
+    return adoption.empty_model(config)
+
+
+def require_transformers() -> None:
+    """Models of transformers need it, and it is an extra."""
+    if importlib.util.find_spec("transformers") is None:
+        raise ImportError("this needs transformers: pip install 'modepth[hf]'")
 
 
 def measured_peak(device: torch.device) -> float:

@@ -1,5 +1,6 @@
 """What a run was trained on: its folder keeps the tokenizer, and where the data was."""
 
+import shutil
 from pathlib import Path
 
 from torch import Tensor
@@ -9,6 +10,9 @@ from modepth.data import read_windows, spread_windows
 from modepth.run import open_split
 from modepth.textfile import replace_text
 from modepth.tokenizer import load_tokenizer, save_tokenizer
+
+# The files of a transformers model's tokenizer.
+COPIED = ("tokenizer*", "*.model", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_*")
 
 
 def remember_data(run: Path, data: Path) -> None:
@@ -22,6 +26,14 @@ def data_of(run: Path) -> Path:
     if not (run / "data.txt").exists():
         raise ValueError(f"{run}: does not say what it was trained on: give --data")
     return Path((run / "data.txt").read_text().strip())
+
+
+def copy_tokenizer(source: Path, out: Path) -> list[str]:
+    """The files of a tokenizer, as they are."""
+    found = {file.name: file for pattern in COPIED for file in source.glob(pattern) if file.is_file()}
+    for name, file in found.items():
+        shutil.copyfile(file, out / name)
+    return sorted(found)
 
 
 def held_out_tokens(data: Path, config: ModelConfig, count: int) -> Tensor:

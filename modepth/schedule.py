@@ -5,14 +5,15 @@ from collections import Counter
 from dataclasses import replace
 
 from modepth import flops
-from modepth.config import ModelConfig, RoutingConfig, TrainConfig
+from modepth.adopted import AnyConfig
+from modepth.config import RoutingConfig, TrainConfig
 
 
-def window_length(config: TrainConfig, model: ModelConfig) -> int:
+def window_length(config: TrainConfig, model: AnyConfig) -> int:
     return model.max_length if config.length is None else config.length
 
 
-def num_steps(config: TrainConfig, model: ModelConfig) -> int:
+def num_steps(config: TrainConfig, model: AnyConfig) -> int:
     """Steps of the run, whichever way its length is given; a budget is never exceeded."""
     length = window_length(config, model)
     if config.steps is not None:
@@ -30,7 +31,7 @@ def num_steps(config: TrainConfig, model: ModelConfig) -> int:
     return steps
 
 
-def step_flops(config: TrainConfig, model: ModelConfig) -> int:
+def step_flops(config: TrainConfig, model: AnyConfig) -> int:
     """Training FLOPs of one step at the model's own capacity, causal attention counted half."""
     return config.batch_size * flops.training_flops(model, window_length(config, model), half_causal=True)
 
@@ -57,7 +58,7 @@ def capacity_at(step: int, fall: float, stages: int, target: float) -> float:
     return target if step >= fall else 1 - (1 - target) * int(stages * step / fall) / stages
 
 
-def flops_until(step: int, steps: int, config: TrainConfig, model: ModelConfig) -> int:
+def flops_until(step: int, steps: int, config: TrainConfig, model: AnyConfig) -> int:
     """Training FLOPs of the first `step` steps, each at the capacity that it had."""
     if model.routing is None or not config.capacity_warmup:
         return step * step_flops(config, model)

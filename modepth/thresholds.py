@@ -6,7 +6,8 @@ from dataclasses import replace
 import torch
 
 from modepth.config import RoutingConfig
-from modepth.routing import Routing, num_routed, rule_score
+from modepth.routing import Routing
+from modepth.selection import num_routed, rule_score
 
 
 def without_thresholds(routing: RoutingConfig, capacity: float) -> RoutingConfig:

@@ -34,6 +34,8 @@ def scalars(row: Mapping[str, Any]) -> dict[str, float]:
     found |= {f"router/{name}": value for name, value in row.get("router_losses", {}).items()}
     for layer, values in row.get("layers", {}).items():
         found |= {f"{name}/layer_{layer}": values[name] for name in OF_A_LAYER if name in values}
+    for layer, values in row.get("experts", {}).items():
+        found |= {f"experts_{name}/layer_{layer}": value for name, value in values.items()}
     return found | {f"validation/{name}": row["validation"][name] for name in OF_VALIDATION if "validation" in row}
 
 

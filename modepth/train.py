@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from modepth.config import Mode, TrainConfig
-from modepth.cutoffs import cutoff_score, lowest_routed, mean_cutoffs
+from modepth.cutoffs import Place, cutoff_score, lowest_by_place, mean_cutoffs
 from modepth.data import TokenFile, evaluation_windows, read_windows
+from modepth.experts import ExpertRouting
 from modepth.model import IGNORED, Output
 from modepth.parallel import clip_gradients, release, sync_gradients
 from modepth.routing import Routing, real_tokens
@@ -56,8 +57,9 @@ class StepResult(NamedTuple):
     gradient_norm: float
     num_tokens: int
     problem: str | None  # why the update was not applied
-    cutoffs: dict[int, float]  # by layer: the lowest score that was routed, the mean over the rows of all ranks
+    cutoffs: dict[Place, float]  # the lowest score that was taken, the mean over the rows of all ranks
     routings: tuple[Routing, ...]  # of this rank's last micro-batch
+    experts: tuple[ExpertRouting, ...]
 
 
 def windows_to_batch(windows_BT: Tensor) -> Batch:
@@ -86,9 +88,10 @@ def train_step(
     counts = world.sum(torch.tensor([batch.num_targets, batch.num_tokens], dtype=torch.int64, device=world.device))
     num_targets, num_tokens = (max(1, count) for count in counts.tolist())
     sums: dict[str, Tensor] = {}
-    lowest: list[list[Tensor]] = []
+    lowest: list[dict[Place, Tensor]] = []
     problems: list[str] = []
     routings: tuple[Routing, ...] = ()
+    experts: tuple[ExpertRouting, ...] = ()
     parts = list(micro_batches(batch, config.micro_batch))
     for number, part in enumerate(parts):
         with sync_gradients(model, last=number == len(parts) - 1), autocast(config, world):
@@ -98,12 +101,13 @@ def train_step(
             lm_share, router_share = part.num_targets / num_targets, part.num_tokens / num_tokens
             total = out.loss * lm_share + out.router_loss * router_share
         (total * world.size).backward()  # gradients come out as the mean over ranks; the sum is wanted
-        routings = out.routings
+        routings, experts = out.routings, out.experts
         shares = {"loss": out.loss * lm_share} | {name: v * router_share for name, v in out.router_losses.items()}
         for name, value in shares.items():
             sums[name] = sums.get(name, 0.0) + value.detach().double()
-        problems += [f"a router score of layer {routing.layer}" for routing in routings if not routing.finite]
-        lowest.append([lowest_routed(routing) for routing in routings])
+        decided: tuple[Routing | ExpertRouting, ...] = (*routings, *experts)
+        problems += [f"a router score of layer {each.layer}" for each in decided if not each.finite]
+        lowest.append(lowest_by_place(routings, experts))
     norm = clip_gradients(model, config.clip)
     problem_count = torch.tensor(len(problems), dtype=torch.float64, device=world.device)
     *totals, num_problems = world.sum(torch.stack([*sums.values(), problem_count])).tolist()
@@ -113,8 +117,8 @@ def train_step(
     if problem is None:
         optimizer.step()
     optimizer.zero_grad()
-    cutoffs = mean_cutoffs([routing.layer for routing in routings], lowest, world)
-    return StepResult(losses.pop("loss"), losses, norm.item(), num_tokens, problem, cutoffs, routings)
+    cutoffs = mean_cutoffs(lowest, world)
+    return StepResult(losses.pop("loss"), losses, norm.item(), num_tokens, problem, cutoffs, routings, experts)
 
 
 def first_problem(problems: list[str], world: World) -> str:
@@ -162,7 +166,7 @@ def evaluate(
         # A rank that has none left still computes: with fsdp the others wait for its part of the weights.
         batch = windows_to_batch(read_windows(tokens, mine if len(mine) else rows[:1], length)).to(world.device)
         out = model(batch.tokens_BT, targets=batch.targets_BT, mode=mode)
-        problems += [problem for routing in out.routings if (problem := trouble(routing))]
+        problems += [problem for each in (*out.routings, *out.experts) if (problem := trouble(each))]
         count = batch.num_targets if len(mine) else 0
         total += torch.tensor([out.loss.item() * count, count], dtype=torch.float64, device=world.device)
     release(model)
@@ -178,9 +182,9 @@ def evaluate(
     return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "bits_per_byte": bits_per_byte}
 
 
-def trouble(routing: Routing) -> str | None:
+def trouble(decided: Routing | ExpertRouting) -> str | None:
     try:
-        routing.check()
+        decided.check()
     except FloatingPointError as error:
         return str(error)
     return None
@@ -202,3 +206,12 @@ def routing_row(routing: Routing) -> dict[str, float]:
         precision, recall = hits / max(1, said_BT.sum().item()), hits / max(1, chosen_BT.sum().item())
         row |= {"precision": precision, "recall": recall, "f1": 2 * precision * recall / max(1e-12, precision + recall)}
     return row
+
+
+def experts_row(decided: ExpertRouting) -> dict[str, float]:
+    """What a layer's experts did: the share of its tokens that each computed, and none; how many were dropped."""
+    num_tokens = decided.real_BT.sum().clamp(min=1)
+    shares = (decided.chosen_BTE.sum((0, 1)) / num_tokens).tolist()
+    none = (decided.real_BT & ~decided.chosen_BTE.any(-1)).sum() / num_tokens
+    row = {f"share_{expert}": share for expert, share in enumerate(shares)}
+    return row | {"none": none.item(), "dropped": decided.num_dropped_E.sum().item()}

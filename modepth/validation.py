@@ -40,6 +40,14 @@ def check_layers(layers: object) -> None:
         raise ValueError(f"layers must name each layer once, got {layers!r}")
 
 
+def named_layers(layers: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
+    """Layers that a user named, in order; a decoder of `num_layers` must have them."""
+    outside = [layer for layer in layers if layer >= num_layers]
+    if outside:
+        raise ValueError(f"layers must be in 0..{num_layers - 1} for {num_layers} layers, got {outside}")
+    return tuple(sorted(layers))
+
+
 def check_thresholds(thresholds: object) -> None:
     pairs = thresholds if isinstance(thresholds, tuple) else (None,)
     for pair in pairs:

@@ -1,7 +1,8 @@
 """Break the core in named ways, in a copy, and see which laws catch each: `make mutants`.
 
-The breakages stand in mutants.txt. One that no law notices survives, and a law that none trips has
-never been seen to fail; both are errors. Words pick breakages: `python -m tests.mutants gate k`.
+The breakages stand in mutants.txt; one that names a file of tests is shown to that file instead. One that no law
+notices survives, and a law that none trips has never been seen to fail; both are errors. Words pick breakages:
+`python -m tests.mutants gate k`.
 """
 
 import os
@@ -25,6 +26,7 @@ class Mutant(NamedTuple):
     name: str
     file: str
     compiled: bool
+    by: str | None  # a file of tests, None for the laws
     old: str
     new: str
 
@@ -32,10 +34,11 @@ class Mutant(NamedTuple):
 def read_mutants() -> list[Mutant]:
     text = (ROOT / "tests" / "mutants.txt").read_text()
     found = []
-    for name, file, compiled, body in re.findall(r"^\[(.+)\] (\S+)( compiled)?\n((?:[-+].*\n)+)", text, re.MULTILINE):
+    entries = re.findall(r"^\[(.+)\] (\S+)( compiled)?(?: by (\S+))?\n((?:[-+].*\n)+)", text, re.MULTILINE)
+    for name, file, compiled, by, body in entries:
         lines = body.splitlines()
         old, new = ("\n".join(line[2:] for line in lines if line[0] == sign) for sign in "-+")
-        found.append(Mutant(name, file, bool(compiled), old, new))
+        found.append(Mutant(name, file, bool(compiled), by or None, old, new))
     assert len(found) == len(re.findall(r"^\[", text, re.MULTILINE)), "an entry of mutants.txt is malformed"
     return found
 
@@ -48,12 +51,14 @@ def laws_that_fail(source: Path, mutant: Mutant | None) -> set[str]:
         if mutant is not None:
             break_copy(copy, mutant)
         deselect = [] if mutant is None or mutant.compiled else ["-k", NOT_COMPILED]
+        by = None if mutant is None else mutant.by
         run = [
             sys.executable,
             "-m",
             "pytest",
+            *([] if by is None else [f"tests/{by}"]),
             "-m",
-            "law and not long",
+            "law and not long" if by is None else "not long",
             "--tb=no",
             "-q",
             "-p",

@@ -116,9 +116,12 @@ def layer_masked(layer, config, x_BTD, routing):
     def blend(x, y):
         return x + gate_BT1 * (y - x)
 
+    def feed(x):
+        return layer.feed(x, everyone, "topk")[0]
+
     if part == "block":
-        return blend(x_BTD, layer.feed(attend_masked(layer, config, x_BTD, routing.chosen_BT)))
+        return blend(x_BTD, feed(attend_masked(layer, config, x_BTD, routing.chosen_BT)))
     if part == "attention":
-        return layer.feed(blend(x_BTD, attend_masked(layer, config, x_BTD, routing.chosen_BT)))
+        return feed(blend(x_BTD, attend_masked(layer, config, x_BTD, routing.chosen_BT)))
     x_BTD = attend_masked(layer, config, x_BTD, everyone)
-    return blend(x_BTD, layer.feed(x_BTD))
+    return blend(x_BTD, feed(x_BTD))

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from modepth import LossWeights, checkpoint
+from modepth import ExpertsConfig, LossWeights, checkpoint
 from modepth.config import model_config_to_dict
 from modepth.parallel import spread
 from modepth.rendezvous import fresh_store
@@ -30,6 +30,7 @@ from tests.training import CONFIG, make_data, new_model, ragged_batch, read_data
 
 LOSSES = LossWeights(predictor=0.7, router=0.1, z=0.1)
 PARALLEL = ("ddp", "fsdp")
+EXPERTS = ExpertsConfig(num_experts=3, num_noops=1, balance=0.0)  # a balancing loss depends on how a batch is cut
 
 
 def whole(tensors):
@@ -119,6 +120,7 @@ def take_steps(world, config, model_changes, empty_rank=False):
         pytest.param({"micro_batch": 1, "checkpoint_activations": True}, {"predictor": 5}, False, id="accumulated"),
         pytest.param({}, {"predictor": 5, "losses": LOSSES}, True, id="a rank of padding alone"),
         pytest.param({}, {"gate": "one", "tie_embeddings": False}, False, id="routers without gradient"),
+        pytest.param({}, {"gate": "one", "flow": "exit", "experts": EXPERTS}, False, id="exits and experts"),
         pytest.param(
             {"micro_batch": 3}, {"predictor": 5, "losses": LossWeights(predictor=0)}, False, id="idle predictors"
         ),

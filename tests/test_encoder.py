@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from modepth import build, check_lengths, num_routed, output_size, recommended_defaults, record
 from modepth.model import rotary
-from modepth.routing import noise
+from modepth.selection import noise
 from tests.documents import run_snippets, text_of
 from tests.oracles import top_slowly
 

@@ -63,7 +63,7 @@ def test_parameter_names_stay_and_only_routers_are_added() -> None:
 def test_a_refused_model_is_left_as_it_was() -> None:
     model = tiny_model("moshi")
     before, names = type(model), set(model.state_dict())
-    with pytest.raises(ValueError, match="decoding with a cache is off"):
+    with pytest.raises(ValueError, match=r"decoding with a cache is off|returns a tuple"):  # the latter until 5.19
         convert(model, RoutingConfig())
     assert type(model) is before
     assert set(model.state_dict()) == names

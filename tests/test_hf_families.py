@@ -2,7 +2,9 @@
 
 import copy
 import functools
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -100,18 +102,34 @@ def test_a_training_step_is_one_graph_where_the_dense_one_is(family: str) -> Non
         assert family in NOT_COMPILED
         return
     assert family not in NOT_COMPILED
-    model = routed(family)
+    assert_compiled_as_eager(routed(family), tokens, "aot_eager")
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch, about its own lowering
+def test_a_compiled_training_step_is_the_eager_one() -> None:
+    assert_compiled_as_eager(routed("llama"), ragged_prompts()[0], "inductor")
+
+
+def assert_compiled_as_eager(model: PreTrainedModel, tokens: torch.Tensor, backend: str) -> None:
     with routing_mode(model, "topk"):
-        eager = model(input_ids=tokens, labels=tokens).loss
+        eager, expected = loss_and_gradients(model, model, tokens)
         torch._dynamo.reset()
-        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-        loss = compiled(input_ids=tokens, labels=tokens).loss
-        loss.backward()
+        loss, gradients = loss_and_gradients(torch.compile(model, fullgraph=True, backend=backend), model, tokens)
     assert torch.allclose(loss, eager, atol=1e-5)
-    for name, weight in model.named_parameters():
-        if "mod_router.score" in name:
-            assert weight.grad is not None
-            assert weight.grad.abs().sum() > 0
+    assert any("mod_router.score" in name for name in expected)
+    for name, gradient in expected.items():
+        assert gradient.abs().sum() > 0 or "mod_router.score" not in name
+        assert torch.allclose(gradients[name], gradient, atol=1e-4), name
+
+
+def loss_and_gradients(
+    forward: Callable[..., Any], model: PreTrainedModel, tokens: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    loss = forward(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    return loss.detach(), {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
 
 
 NOT_COMPILED = ("gpt2", "mixtral")  # their dense base breaks the graph

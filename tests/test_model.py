@@ -10,8 +10,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from modepth import ModelConfig, RoutingConfig, Transformer, check_tokens
+from modepth.blocks import Context
+from modepth.decoder_layer import Stream
 from modepth.losses import predictor_loss
-from modepth.model import Context
 from tests.oracles import (
     GATES,
     PARTS,
@@ -98,8 +99,8 @@ def test_an_all_padding_row_is_untouched_and_its_loss_is_zero():
     model, tokens = tiny_model(predictor=5), tiny_tokens(B=2)
     x_BTD = torch.randn(2, 23, 60)
     real_BT = torch.zeros(2, 23, dtype=torch.bool)
-    out_BTD, routing = model.layers[1](x_BTD, Context(torch.ones(2, 23, 10)), real_BT, "topk")
-    assert torch.equal(out_BTD, x_BTD)
+    out, (routing, _) = model.layers[1](Stream(x_BTD, Context(torch.ones(2, 23, 10)), real_BT), "topk")
+    assert torch.equal(out.x_BTD, x_BTD)
     assert not routing.valid_BK.any()
     out = model(tokens, targets=tokens, lengths=torch.tensor([0, 0]), mode="topk")
     assert train_loss(out).item() == 0
@@ -135,7 +136,8 @@ def test_a_routed_layer_equals_the_dense_one_with_unselected_keys_masked_out(num
     lengths = torch.tensor([23, 17, 5])
     with torch.no_grad():
         assert_some_tokens_skip(model(tiny_tokens(), lengths=lengths, mode=mode))
-        x_BTD, out_BTD, routing = seen[0]
+        before, after, (routing, _) = seen[0]
+        x_BTD, out_BTD = before.x_BTD, after.x_BTD
         expected_BTD = layer_masked(layer, model.config, x_BTD, routing)
         stream_BTD = attend_masked(layer, model.config, x_BTD, torch.ones(3, 23) > 0) if part == "mlp" else x_BTD
         score_BT = (stream_BTD * layer.router.score.weight).sum(-1)  # of the stream that the routed part reads
@@ -154,10 +156,14 @@ def test_a_routed_layer_equals_the_block_on_each_row_alone_at_the_tokens_own_pos
         x_BTD = model.embed_tokens(tokens)
         rope_TE = torch.randn(23, 10)
         real_BT = torch.ones(3, 23, dtype=torch.bool)
-        out_BTD, routing = layer(x_BTD, Context(rope_TE.expand(3, 23, 10)), real_BT, "topk")
+        out, (routing, _) = layer(Stream(x_BTD, Context(rope_TE.expand(3, 23, 10)), real_BT), "topk")
         members = iter(Context(rope_TE[chosen].unsqueeze(0)) for chosen in routing.chosen_BT if chosen.any())
-        slow_BTD = apply_slowly(x_BTD, routing, lambda x: layer.feed(layer.attend(x, next(members))), GATES["sigmoid"])
-    torch.testing.assert_close(out_BTD, slow_BTD, rtol=0, atol=1e-12)
+
+        def block(x):
+            return layer.feed(layer.attend(x, next(members)), real_BT, "topk")[0]
+
+        slow_BTD = apply_slowly(x_BTD, routing, block, GATES["sigmoid"])
+    torch.testing.assert_close(out.x_BTD, slow_BTD, rtol=0, atol=1e-12)
 
 
 # -- law 6
@@ -179,7 +185,7 @@ def test_gradients_reach_router_block_and_input_and_are_right(selection, part):
 
     def run(x, *values):
         replaced = dict(zip(names, values, strict=True))
-        return torch.func.functional_call(layer, replaced, (x, Context(rope_BTE), real_BT, "topk"))[0]
+        return torch.func.functional_call(layer, replaced, (Stream(x, Context(rope_BTE), real_BT), "topk"))[0].x_BTD
 
     assert torch.autograd.gradcheck(run, (x_BTD, *weights))
     for gradient in torch.autograd.grad(run(x_BTD, *weights).square().sum(), (x_BTD, *weights)):

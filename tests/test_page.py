@@ -385,6 +385,7 @@ def test_rows_are_sent_once_and_hold_no_number_that_is_none(shipped, run):
         run.drop_from(10)
         again = client.get("/v1/run", params=known).json()
         assert (again["start"], [each["step"] for each in again["rows"]]) == (0, [0, 5])
+        assert client.get("/v1/run", params=known | {"start": 1}).json()["start"] == 0  # the first was of another log
         assert client.get("/v1/run?start=-1").status_code == 400
         run.path.unlink()
         assert client.get("/v1/run").json()["rows"] == []

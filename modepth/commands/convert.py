@@ -1,13 +1,14 @@
 """`modepth convert` and `modepth export`: transformers models are routed, and runs become transformers models."""
 
 import argparse
-import importlib.util
 import json
 from pathlib import Path
 
 from modepth.config import RoutingConfig, build
 from modepth.flags import add_flags, flags_given
-from modepth.run import load
+from modepth.model import Transformer
+from modepth.run import load, require_transformers
+from modepth.run_data import copy_tokenizer
 from modepth.tokenizer import as_library, load_tokenizer, save_tokenizer
 
 CONVERT_EXAMPLES = """\
@@ -39,8 +40,8 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     export = commands.add_parser(
         "export",
         help="write the model of a run as a Hugging Face model",
-        description="Write a run's model as a transformers Llama, with routers where layers are routed, and its "
-        "tokenizer. The last line is JSON.",
+        description="Write a run's model, and its tokenizer, as a transformers model: a native one as a Llama, with "
+        "routers where layers are routed; one that was trained with --model as what it is. The last line is JSON.",
         epilog=EXPORT_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -52,7 +53,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 def run_convert(options: argparse.Namespace) -> None:
     require_transformers()
     from modepth.hf.convert import convert, summary, would_convert  # noqa: PLC0415
-    from modepth.hf.folder import copy_tokenizer, new_folder, open_config, open_model  # noqa: PLC0415
+    from modepth.hf.folder import new_folder, open_config, open_model  # noqa: PLC0415
 
     routing: RoutingConfig = build(RoutingConfig, flags_given(options), where="")
     if options.dry_run:
@@ -70,23 +71,23 @@ def run_convert(options: argparse.Namespace) -> None:
 
 def run_export(options: argparse.Namespace) -> None:
     require_transformers()
+    from modepth.hf.adoption import Adopted  # noqa: PLC0415
     from modepth.hf.export import export  # noqa: PLC0415
     from modepth.hf.folder import new_folder  # noqa: PLC0415
 
-    native = load(options.folder)
+    trained = load(options.folder)
     tokenizer = as_library(load_tokenizer(options.folder)) if (options.folder / "tokenizer.json").exists() else None
     with new_folder(options.out) as out:
-        end_of_text = None if tokenizer is None else tokenizer.end_of_text
-        model = export(native.config, native.state_dict(), end_of_text=end_of_text)
+        if isinstance(trained, Adopted):
+            model = trained.base
+            copy_tokenizer(options.folder, out)
+        else:
+            assert isinstance(trained, Transformer)
+            end_of_text = None if tokenizer is None else tokenizer.end_of_text
+            model = export(trained.config, trained.state_dict(), end_of_text=end_of_text)
+            if tokenizer is not None:
+                save_tokenizer(tokenizer, out)
         model.save_pretrained(out)
-        if tokenizer is not None:
-            save_tokenizer(tokenizer, out)
     name = type(model).__name__
     print(f"written to {options.out}: a {name}, {'without' if tokenizer is None else 'with its'} tokenizer")
     print(json.dumps({"out": str(options.out), "model": name}))
-
-
-def require_transformers() -> None:
-    """Only these commands need transformers, which is an extra."""
-    if importlib.util.find_spec("transformers") is None:
-        raise ImportError("this needs transformers: pip install 'modepth[hf]'")

@@ -16,7 +16,7 @@ from modepth.corpus import Corpus
 from modepth.model import Transformer
 from modepth.preparation import prepare
 from modepth.progress import ByteProgress, StepProgress
-from modepth.run import load, open_data, train
+from modepth.run import load_native, open_data, train
 from modepth.run_data import remember_data
 from modepth.schedule import num_steps
 from modepth.tokenizer import load_tokenizer
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> None:
     for name, model in MODELS.items():
         with StepProgress(steps[name], title=name) as progress:
             train_arm(model, config, data, out / name, progress)
-    opened = {name: Opened(out / name, load(out / name)) for name in MODELS}
+    opened = {name: Opened(out / name, load_native(out / name)) for name in MODELS}
     table, written = compare(
         opened,
         open_data(data, DENSE).validation,

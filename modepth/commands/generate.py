@@ -15,7 +15,7 @@ from modepth.commands.table import LAYOUT, printable
 from modepth.config import ModelConfig, RoutingConfig, Rule
 from modepth.generation import Row, note_layers, run_rows, start_rows
 from modepth.model import Transformer
-from modepth.run import load
+from modepth.run import load_native
 from modepth.run_data import data_of, held_out_tokens
 from modepth.sampling import Sampling
 from modepth.tokenizer import Tokenizer, load_tokenizer
@@ -66,7 +66,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 
 def run(options: argparse.Namespace) -> None:
-    model, tokenizer = load(options.folder), load_tokenizer(options.folder)
+    model, tokenizer = load_native(options.folder), load_tokenizer(options.folder)
     routing = routing_for(model, options)
     sampling = Sampling(
         max_tokens=options.max_tokens,

@@ -11,9 +11,10 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from modepth.adopted import AdoptedConfig, AnyConfig, config_from_dict
 from modepth.checkpoint import Checkpoint, open_step
 from modepth.commands.table import print_table, printable, ratio
-from modepth.config import ModelConfig, RunConfig, TrainConfig, build, model_config_from_dict, model_config_to_dict
+from modepth.config import ExpertsConfig, ModelConfig, TrainConfig, build, model_config_to_dict
 from modepth.files import plain_size, read_json
 from modepth.flops import dense, forward_flops, num_parameters
 from modepth.run_folder import step_folder, steps
@@ -32,6 +33,13 @@ EVENTS_SHOWN = 10
 
 Row = Mapping[str, Any]
 Cells = list[list[str]]
+
+
+class Described(NamedTuple):
+    """What a run says of itself."""
+
+    model: AnyConfig
+    train: TrainConfig
 
 
 class Saved(NamedTuple):
@@ -99,13 +107,13 @@ def open_named(folder: Path, step: int) -> Checkpoint:
     return open_step(folder, step)
 
 
-def read_config(path: Path) -> RunConfig:
+def read_config(path: Path) -> Described:
     data = read_json(path)
     try:
         if not isinstance(data, Mapping) or not isinstance(data.get("model"), Mapping):
             raise ValueError("expected the fields of a model under `model`")
-        config = RunConfig(
-            model=model_config_from_dict(data["model"]), train=build(TrainConfig, data.get("train"), where="train.")
+        config = Described(
+            model=config_from_dict(data["model"]), train=build(TrainConfig, data.get("train"), where="train.")
         )
         num_steps(config.train, config.model)
     except ValueError as error:
@@ -141,7 +149,7 @@ def folder_bytes(folder: Path) -> int:
         return 0
 
 
-def stand_of(folder: Path, config: RunConfig, found: Sequence[Saved], step: int | None) -> dict[str, Any]:
+def stand_of(folder: Path, config: Described, found: Sequence[Saved], step: int | None) -> dict[str, Any]:
     """How far the run is by its log and checkpoints; with `step`, by the rows that a resume from there keeps."""
     path = folder / "log.jsonl"
     try:
@@ -197,7 +205,7 @@ def numbers(values: Row) -> dict[str, float]:
 # -- showing
 
 
-def show(config: RunConfig, found: Sequence[Saved], stand: dict[str, Any]) -> None:
+def show(config: Described, found: Sequence[Saved], stand: dict[str, Any]) -> None:
     """A table for each part that has something to say."""
     tables = {
         "Model": model_cells(config.model),
@@ -214,34 +222,63 @@ def show(config: RunConfig, found: Sequence[Saved], stand: dict[str, Any]) -> No
             print()
 
 
-def model_cells(config: ModelConfig) -> Cells:
-    length, routing = config.max_length, config.routing
-    cells = [
-        ["layers", f"{config.num_layers}"],
+def shape_cells(config: ModelConfig) -> Cells:
+    return [
         ["width", f"{config.dim}"],
         ["heads", f"{config.num_heads}"],
         ["heads of keys and values", f"{config.kv_heads}"],
         ["feed-forward width", f"{config.mlp_width}"],
+    ]
+
+
+def family_cells(config: AdoptedConfig) -> Cells:
+    return [["transformers model", str(config.transformers.get("model_type"))]]
+
+
+def model_cells(config: AnyConfig) -> Cells:
+    length, routing = config.max_length, config.routing
+    cells = [
+        *(family_cells(config) if isinstance(config, AdoptedConfig) else shape_cells(config)),
+        ["layers", f"{config.num_layers}"],
         ["vocabulary", f"{config.vocab_size:,}"],
         ["longest sequence", f"{length:,}"],
         ["parameters", f"{num_parameters(config):,}"],
-        ["routed layers", ", ".join(map(str, config.routed_layers)) or "none: a dense model"],
+        [
+            "routed layers",
+            ", ".join(map(str, config.routed_layers)) or ("none" if config.looks_ahead else "none: a dense model"),
+        ],
     ]
+    ratio_to_dense = ratio(forward_flops(config, length), forward_flops(dense(config), length))
+    if isinstance(config, ModelConfig) and config.experts is not None:
+        cells += expert_cells(config, config.experts)
+        if routing is None:
+            cells.append(["FLOPs, of the dense model's", ratio_to_dense])
     if routing is None:
         return cells
     return [
         *cells,
         ["capacity", f"{routing.capacity:g}"],
         ["what is skipped", routing.part],
+        *([["a token that is not chosen", routing.flow]] if routing.flow != "rejoin" else []),
         ["selection in training", routing.selection],
         ["rule in causal mode", routing.rule],
         ["gate", routing.gate],
         ["predictor width", "no predictor" if routing.predictor is None else f"{routing.predictor}"],
-        ["FLOPs, of the dense model's", ratio(forward_flops(config, length), forward_flops(dense(config), length))],
+        ["FLOPs, of the dense model's", ratio_to_dense],
     ]
 
 
-def training_cells(config: RunConfig) -> Cells:
+def expert_cells(config: ModelConfig, experts: ExpertsConfig) -> Cells:
+    chooser = {"token": f"tokens, {experts.per_token} each", "expert": "experts"}[experts.choice]
+    return [
+        ["layers with experts", ", ".join(map(str, config.expert_layers))],
+        ["experts, no-ops", f"{experts.num_experts}, {experts.num_noops}"],
+        ["who chooses", chooser],
+        ["room of an expert", f"{experts.capacity:g} of a row's tokens"],
+    ]
+
+
+def training_cells(config: Described) -> Cells:
     """What was set, its default beside it; the budget and what it comes to."""
     train, count = config.train, num_steps(config.train, config.model)
     tokens = count * train.batch_size * window_length(train, config.model)

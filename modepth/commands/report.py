@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from modepth.commands.table import print_columns
-from modepth.run import load, open_split
+from modepth.run import load_native, open_split
 from modepth.run_data import data_of
 from modepth.sweep.results import Results, check_unique
 from modepth.tokenizer import load_tokenizer
@@ -62,7 +62,7 @@ def report_runs(options: argparse.Namespace) -> None:
     if len(folders) < len(options.runs):
         raise ValueError("two of the runs have folders of the same name, by which they would be called: rename one")
     data = Path(options.data) if options.data is not None else data_of(Path(options.runs[0]))
-    runs = {name: Opened(folder, load(folder)) for name, folder in folders.items()}
+    runs = {name: Opened(folder, load_native(folder)) for name, folder in folders.items()}
     validation, *_ = [open_split(data, "validation", run.model.config) for run in runs.values()]
     table, written = compare(
         runs,

@@ -30,6 +30,8 @@ def export(config: ModelConfig, weights: dict[str, Tensor], *, end_of_text: int 
 
 
 def empty(config: ModelConfig, end_of_text: int | None) -> Any:
+    if config.experts is not None:
+        raise ValueError(f"experts cannot be exported: a Llama has one feed-forward a layer, got {config.experts}")
     llama = LlamaConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.dim,

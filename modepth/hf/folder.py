@@ -1,7 +1,6 @@
 """Folders of transformers models: opened without running or trusting what lies in them, written whole or not at all."""
 
 import json
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,9 +10,6 @@ from typing import Any
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from modepth.hf.model import refuse_misfits
-
-# The files of a tokenizer.
-COPIED = ("tokenizer*", "*.model", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_*")
 
 
 def check_folder(folder: Path) -> None:
@@ -72,11 +68,3 @@ def new_folder(out: Path) -> Iterator[Path]:
         inner.mkdir()
         yield inner
         inner.rename(out)
-
-
-def copy_tokenizer(source: Path, out: Path) -> list[str]:
-    """The files of a tokenizer, as they are."""
-    found = {file.name: file for pattern in COPIED for file in source.glob(pattern) if file.is_file()}
-    for name, file in found.items():
-        shutil.copyfile(file, out / name)
-    return sorted(found)

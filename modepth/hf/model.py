@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from modepth.config import Mode, RoutingConfig, as_tuples, build
+from modepth.hf.balance import forward_with_balance
 from modepth.hf.families import CACHES, PRE_NORM, RETURNS
 from modepth.hf.layer import RoutedLayer, RoutingState, routed_class
 from modepth.losses import router_losses, weighted_sum
@@ -41,12 +42,12 @@ class RoutedModel(PreTrainedModel, GenerationMixin):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         arguments = {**dict(zip(self.argument_names, args, strict=False)), **kwargs}
         if self.routing_state.mode == "causal":
-            return super().forward(**arguments)
+            return self.base_forward(arguments)
         if any(arguments.get(name) is not None for name in CACHES):
             raise ValueError(
                 "top-k looks at tokens yet to come, so it takes no cache: set routing_mode(model, 'causal')"
             )
-        out = super().forward(**{**arguments, "use_cache": False})
+        out = self.base_forward({**arguments, "use_cache": False})
         labels = arguments.get("labels")
         if labels is None:
             return out
@@ -55,6 +56,9 @@ class RoutedModel(PreTrainedModel, GenerationMixin):
             return (out[0] + added.to(out[0]), *out[1:])
         out.loss = out.loss + added.to(out.loss)
         return out
+
+    def base_forward(self, arguments: dict[str, Any]) -> Any:
+        return forward_with_balance(self, decoder_layers(self), super().forward, arguments)
 
     def router_loss(self) -> Tensor:
         """The weighted losses of the last forward's routings."""
@@ -140,7 +144,7 @@ def set_routing(model: nn.Module, routing: RoutingConfig) -> None:
     for module in model.modules():
         if isinstance(module, RoutedModel):
             own = module.routing_state.config
-            for name in ("layers", "every", "part", "predictor"):
+            for name in ("layers", "every", "part", "flow", "predictor"):
                 if getattr(routing, name) != getattr(own, name):
                     raise ValueError(f"routing may not change {name} of a model that stands: {own} was converted")
             module.routing_state.config = routing
@@ -176,6 +180,8 @@ def install(model: Any, routing: RoutingConfig) -> None:
     layers = decoder_layers(model)
     text_config = model.config.get_text_config()
     model.routing_state = RoutingState("causal", routing)
+    if routing.flow != "rejoin":
+        raise ValueError(f"flow must be rejoin in a converted model, got {routing.flow!r}: it is for native decoders")
     weight = next(layers[0].parameters())
     family = model.config.model_type.removeprefix(PREFIX)
     for number in routing.routed_layers(len(layers)):

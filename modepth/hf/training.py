@@ -9,7 +9,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from modepth.cutoffs import cutoff_weight_at, lowest_routed, mean_cutoffs, move_cutoffs
+from modepth.cutoffs import cutoff_weight_at, lowest_by_place, mean_cutoffs, move_cutoffs
 from modepth.hf.model import ROUTER, routed_layers, routing_mode, set_routing, states_of
 from modepth.schedule import capacity_at
 from modepth.validation import check_capacity, check_count, check_number
@@ -39,10 +39,9 @@ class RoutingCallback(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         model: nn.Module = kwargs["model"]
         routing_mode(model, "causal")
-        routings = {number: layer.routing for number, layer in routed_layers(model).items()}
+        routings = [layer.routing for layer in routed_layers(model).values()]
         with torch.no_grad():
-            lowest = [[lowest_routed(routing) for routing in routings.values()]]
-            cutoffs = mean_cutoffs(list(routings), lowest, current_world(model))
+            cutoffs = mean_cutoffs([lowest_by_place(routings, ())], current_world(model))
             move_cutoffs(model, cutoffs, cutoff_weight_at(state.global_step - 1))
 
 

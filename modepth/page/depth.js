@@ -91,7 +91,8 @@ class DepthView {
       item.span.style.setProperty("--depth", share);
       this.kinds.forEach((kind, row) => {
         const computed = used.includes(count - 1 - row);
-        item.column.children[row].className = kind === "dense" ? "dense" : computed ? "computed" : "skipped";
+        // A layer without a router may skip too, where a router before it decides for all that follow.
+        item.column.children[row].className = `${kind} ${!computed ? "skipped" : kind === "dense" ? "all" : "computed"}`;
       });
     });
     if (this.at) this.point(this.at);
@@ -121,7 +122,7 @@ class DepthView {
       element("span", { class: "key" }, "computed by ", ...swatches, ` of ${count} routed layer${count > 1 ? "s" : ""}`),
       key("computed", "computed"),
       key("skipped", "skipped"),
-      key("dense", "not routed"),
+      key("all", "no router"),
       element("span", { class: "key generated", text: "underlined: generated", hidden: true }),
     );
   }
@@ -180,7 +181,8 @@ class DepthView {
     const used = item.layers;
     if (layer === null) return `${token}: computed by ${used.length} of ${count} layers (${used.join(", ")}).`;
     const number = routed.indexOf(layer);
-    if (number < 0) return `${token}, layer ${layer}: not a routed layer, computes every token.`;
+    const done = used.includes(layer) ? "computed" : "skipped";
+    if (number < 0) return `${token}, layer ${layer}: not a routed layer, ${done}.`;
     const score = item.scores?.[number];
     const threshold = this.model.thresholds?.[number];
     let why = "";
@@ -188,7 +190,7 @@ class DepthView {
       why = `, score ${score.toFixed(2)}`;
       if (threshold !== null && threshold !== undefined) why += ` (threshold ${threshold.toFixed(2)})`;
     }
-    return `${token}, layer ${layer}${why}: ${used.includes(layer) ? "routed, computed" : "not routed, skipped"}.`;
+    return `${token}, layer ${layer}${why}: ${done === "computed" ? "routed" : "not routed"}, ${done}.`;
   }
 
   say(text) {

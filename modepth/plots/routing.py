@@ -18,6 +18,7 @@ from modepth.formats import percent, power_of_ten
 from modepth.plots.style import (
     COLUMN,
     DENSE,
+    EXPERT_COLOURS,
     INK,
     MONO,
     MUTED,
@@ -31,8 +32,7 @@ from modepth.plots.style import (
 
 # -- tokens x layers
 
-SKIPS, COMPUTES, IS_DENSE = 0, 1, 2  # the values of the map's cells
-MAP_COLOURS = ListedColormap([SKIPPED, ROUTED, DENSE])
+SKIPS, COMPUTES, IS_DENSE, FIRST_EXPERT = 0, 1, 2, 3  # the values of the map's cells; more experts count on
 MAX_TOKENS = 48  # in one row of the map
 MAX_LETTERS = 12  # of a token's label
 SHOWN = str.maketrans({"\n": "⏎", " ": "·", "\t": "⇥", "\r": "←"})
@@ -49,17 +49,21 @@ def readable(token: str) -> str:
 
 
 @in_style()
-def token_map(tokens: Sequence[str], chosen: ArrayLike, routed_layers: Collection[int]) -> Figure:
+def token_map(
+    tokens: Sequence[str], chosen: ArrayLike, routed_layers: Collection[int], experts: ArrayLike | None = None
+) -> Figure:
     """Which layers computed each token of a snippet: `chosen` is (L, T), layer 0 at the bottom.
 
     Long snippets are broken into rows of equal length. Beside each routed layer stands the share of the
     snippet that it computed.
 
+    experts   which expert computed each token, (L, T): -1 for none, -2 in layers without experts; None: there are none
+
     >>> figure = token_map(["a", "\\n", "b"], [[1, 1, 1], [0, 1, 0], [1, 1, 1]], routed_layers=[1])
     >>> [label.get_text() for label in figure.axes[0].get_xticklabels()]
     ['a', '⏎', 'b']
     """
-    cells = map_cells(tokens, chosen, routed_layers)
+    cells = map_cells(tokens, chosen, routed_layers, experts)
     labels = [readable(token) for token in tokens]
     row_length = math.ceil(len(labels) / math.ceil(len(labels) / MAX_TOKENS))
     parts = [slice(start, start + row_length) for start in range(0, len(labels), row_length)]
@@ -77,8 +81,19 @@ def token_map(tokens: Sequence[str], chosen: ArrayLike, routed_layers: Collectio
         draw_cells(axes, cells[:, part], edges, labels[part])
         bottom -= depth + GAP
     add_shares(figure.axes[0], cells, edges)
-    add_key(figure, {"computed": ROUTED, "skipped": SKIPPED, "dense layer": DENSE}, left=LEFT)
+    meanings = {COMPUTES: "computed", SKIPS: "skipped", IS_DENSE: "dense layer"}
+    names = {name: cell_colour(cell) for cell, name in meanings.items() if experts is None or (cells == cell).any()}
+    for number in range(min(len(EXPERT_COLOURS), int(cells.max()) - FIRST_EXPERT + 1)):
+        names[str(number) if number else "expert 0"] = cell_colour(FIRST_EXPERT + number)
+    add_key(figure, names, left=LEFT)
     return figure
+
+
+def cell_colour(cell: int) -> str:
+    """Of what a cell of the map says; experts beyond the palette begin it anew."""
+    if cell < FIRST_EXPERT:
+        return (SKIPPED, ROUTED, DENSE)[cell]
+    return EXPERT_COLOURS[(cell - FIRST_EXPERT) % len(EXPERT_COLOURS)]
 
 
 def is_dense(cells: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -91,8 +106,10 @@ def layer_edges(cells: NDArray[np.int64]) -> NDArray[np.float64]:
     return np.concatenate([[0.0], np.where(is_dense(cells), DENSE_HEIGHT, ROUTED_HEIGHT).cumsum()])
 
 
-def map_cells(tokens: Sequence[str], chosen: ArrayLike, routed_layers: Collection[int]) -> NDArray[np.int64]:
-    """SKIPS, COMPUTES or IS_DENSE of every layer and token."""
+def map_cells(
+    tokens: Sequence[str], chosen: ArrayLike, routed_layers: Collection[int], experts: ArrayLike | None = None
+) -> NDArray[np.int64]:
+    """SKIPS, COMPUTES, IS_DENSE or an expert of every layer and token."""
     chosen = np.asarray(chosen)
     if chosen.ndim != 2 or chosen.shape[1] != len(tokens) or chosen.size == 0:
         raise ValueError(f"chosen must have the shape (layers, {len(tokens)}), a column a token, got {chosen.shape}")
@@ -101,14 +118,22 @@ def map_cells(tokens: Sequence[str], chosen: ArrayLike, routed_layers: Collectio
         raise ValueError(f"routed_layers must be in 0..{len(chosen) - 1} for {len(chosen)} layers, got {outside}")
     cells = np.where(chosen.astype(bool), COMPUTES, SKIPS)
     cells[sorted(set(range(len(chosen))) - set(routed_layers))] = IS_DENSE
-    return cells
+    if experts is None:
+        return cells
+    experts = np.asarray(experts)
+    if experts.shape != chosen.shape:
+        raise ValueError(f"experts must have the shape {chosen.shape} of chosen, got {experts.shape}")
+    used = np.where(experts >= 0, FIRST_EXPERT + experts, SKIPS)
+    return np.where(experts == -2, cells, used)
 
 
 def draw_cells(axes: Axes, cells: NDArray[np.int64], edges: NDArray[np.float64], labels: Sequence[str]) -> None:
     """One row of the map: cells where tokens are routed, a band where all are computed."""
     # A mesh, not an image: it stays sharp in an SVG.
     columns = np.arange(len(labels) + 1)
-    axes.pcolormesh(columns, edges, cells, cmap=MAP_COLOURS, vmin=0, vmax=2)
+    last = max(IS_DENSE, int(cells.max()))
+    colours = ListedColormap([cell_colour(cell) for cell in range(last + 1)])
+    axes.pcolormesh(columns, edges, cells, cmap=colours, vmin=0, vmax=last)
     white: dict[str, Any] = {"colors": "white", "linewidth": 0.8}
     axes.hlines(edges, 0, len(labels), **white)
     for layer in np.flatnonzero(~is_dense(cells)):
@@ -127,7 +152,7 @@ def draw_cells(axes: Axes, cells: NDArray[np.int64], edges: NDArray[np.float64],
 def add_shares(axes: Axes, cells: NDArray[np.int64], edges: NDArray[np.float64]) -> None:
     for layer in np.flatnonzero(~is_dense(cells)):
         axes.annotate(
-            percent(float(np.mean(cells[layer] == COMPUTES))),
+            percent(float(np.mean(cells[layer] != SKIPS))),
             xy=(1, (edges[layer] + edges[layer + 1]) / 2),
             xycoords=("axes fraction", "data"),
             xytext=(3, 0),

@@ -27,6 +27,7 @@ FAINT = "#d8dee4"
 ROUTED = "#0072b2"
 SKIPPED = "#dfe5ec"
 DENSE = "#c2b8a8"
+EXPERT_COLOURS = ("#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#24292f", "#8c6d1f", "#7b5ea7")
 RUN_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#24292f")
 RUN_MARKERS = ("o", "s", "D", "^", "v", "P", "X")
 

@@ -4,7 +4,6 @@ The dial belongs to a request, not to the server: one that turned for all would 
 A request names one of the settings, whose thresholds are found before the first one is served.
 """
 
-import importlib.util
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ from pathlib import Path
 from modepth.calibration import calibrate
 from modepth.config import RoutingConfig
 from modepth.model import Transformer
-from modepth.run import load
+from modepth.run import load_native, require_transformers
 from modepth.run_data import data_of, held_out_tokens
 from modepth.runlog import RunLog
 from modepth.serve.chat import ChatTemplate, find_template
@@ -58,7 +57,7 @@ def open_served(
         folder, name = SHIPPED, name or "modepth"
     if not folder.is_dir():
         raise ValueError(f"{folder}: not a folder: name a run, or a Hugging Face model's folder")
-    model = load(folder) if (folder / "checkpoints").is_dir() else open_native(folder)
+    model = load_native(folder) if (folder / "checkpoints").is_dir() else open_native(folder)
     tokenizer = load_tokenizer(folder)
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ValueError(
@@ -78,8 +77,7 @@ def open_served(
 
 def open_native(folder: Path) -> Transformer:
     """A Llama of transformers, converted or not, as the native decoder that it is."""
-    if importlib.util.find_spec("transformers") is None:
-        raise ImportError(f"{folder}: no run; a Hugging Face model needs transformers: pip install 'modepth[hf]'")
+    require_transformers()
     from modepth.hf.folder import open_model  # noqa: PLC0415 - an extra
     from modepth.hf.native import native_parts  # noqa: PLC0415
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from modepth import checkpoint
 from modepth.checkpoint import whole
-from modepth.run import load
+from modepth.run import load_native
 from modepth.serve.served import SETTINGS, SHIPPED, make_dial, write_dial
 
 LARGEST = 12_000_000  # bytes
@@ -18,7 +18,7 @@ LARGEST = 12_000_000  # bytes
 
 def ship(run: Path, data: Path, out: Path) -> int:
     """Write the folder `out` anew; its bytes."""
-    found, model = checkpoint.newest(run), load(run)
+    found, model = checkpoint.newest(run), load_native(run)
     assert found is not None  # or it could not have been loaded
     if out.exists():
         shutil.rmtree(out)

@@ -25,6 +25,7 @@ from modepth.sweep.config import Arm, SweepConfig
 
 WITHOUT_EFFECT = ("eval_every", "save_every", "keep_checkpoints", "log_every")  # on the result of a run
 MAX_LAYERS = 10_000
+NO_COST = 0.1  # of the first layer: `every` more layers that cost less will hardly add up to a dense model's
 START_SECONDS = 5.0  # of a run: a process, its imports, its data
 
 
@@ -207,10 +208,25 @@ def nearest_layers(fields: Mapping[str, Any], target: int, length: int | None) -
     best = next(models)
     while forward(best, length) < target:
         deeper = next(models)
+        check_growing(best, length)
         if forward(deeper, length) - target >= target - forward(best, length):
             break
         best = deeper
     return best
+
+
+def check_growing(model: ModelConfig, length: int | None) -> None:
+    """Raise if more layers would cost nearly nothing: where tokens leave for good, each has fewer to compute."""
+    routing = model.routing
+    if routing is None or routing.flow == "rejoin":
+        return
+    deeper = replace(model, num_layers=model.num_layers + routing.every)
+    layer = flops.layer_flops(model, length or model.max_length, half_causal=True)[0].total
+    if forward(deeper, length) - forward(model, length) < NO_COST * layer:
+        raise ValueError(
+            f"layers beyond {model.num_layers} cost nearly nothing, since tokens leave on the way: the dense model's "
+            "FLOPs are not reached; raise routing.capacity or routing.every, or set the arm's size to depth"
+        )
 
 
 def fewest_layers(routing: RoutingConfig | None) -> int:
@@ -240,12 +256,12 @@ def check_repeats(runs: Sequence[PlannedRun], data: DataFacts) -> None:
 
 
 def measuring_flops(run: PlannedRun, data: DataFacts, test_windows: int | None) -> int:
-    """FLOPs of all evaluations of a run: those while it trains, and of the test split; a routed one has two modes."""
+    """FLOPs of a run's evaluations, while it trains and of the test split; in both modes where training looks ahead."""
     times = max(1, -(-run.steps // run.train.eval_every))
     windows = times * min(run.train.eval_windows, data.windows("validation", run.length))
     test = data.windows("test", run.length)
     windows += test if test_windows is None else min(test_windows, test)
-    return windows * forward(run.model, run.length) * (1 if run.model.routing is None else 2)
+    return windows * forward(run.model, run.length) * (2 if run.model.looks_ahead else 1)
 
 
 def expected_seconds(

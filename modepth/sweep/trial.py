@@ -104,10 +104,10 @@ def check_learned(loss: float, model: ModelConfig) -> None:
 def losses_on_test(
     model: Transformer, config: TrainConfig, data: Path, num_windows: int | None, world: World
 ) -> dict[str, float | None]:
-    """The test split, causal; of a routed model also with top-k."""
+    """The test split, causal; of a model whose training looks ahead also in that mode."""
     tokens = open_split(data, "test", model.config)
     losses: dict[str, float | None] = {"test_loss": None, "test_topk_loss": None}
-    modes = {"test_loss": "causal"} | ({"test_topk_loss": "topk"} if model.config.routing is not None else {})
+    modes = {"test_loss": "causal"} | ({"test_topk_loss": "topk"} if model.config.looks_ahead else {})
     for name, mode in modes.items():
         losses[name] = evaluate(
             model,

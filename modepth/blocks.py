@@ -1,0 +1,85 @@
+"""The parts of a decoder layer: attention with rotary positions, and the feed-forward.
+
+Shapes: B batch, T tokens, D width, H heads, E width of a head.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from modepth.cache import NewTokens
+from modepth.config import ModelConfig
+from modepth.routing import Routing
+
+
+class Context(NamedTuple):
+    """What attention knows of the tokens besides their states: it travels with them when some are left out."""
+
+    rope_BTE: Tensor
+    new: NewTokens | None = None  # the rows and caches of `extend`
+
+    def gather(self, routing: Routing) -> "Context":
+        return Context(routing.gather(self.rope_BTE), None if self.new is None else self.new.gather(routing))
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions and grouped keys and values."""
+
+    def __init__(self, config: ModelConfig, number: int) -> None:
+        super().__init__()
+        self.number = number  # of the layer
+        self.head_dim = config.head_dim
+        self.dropout = config.dropout
+        self.grouped = config.kv_heads < config.num_heads
+        kv_dim = config.kv_heads * config.head_dim
+        self.q_proj = nn.Linear(config.dim, config.dim, bias=False)
+        self.k_proj = nn.Linear(config.dim, kv_dim, bias=False)
+        self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)
+        self.o_proj = nn.Linear(config.dim, config.dim, bias=False)
+
+    def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
+        heads = (-1, self.head_dim)
+        q_BTHE = rotate(self.q_proj(x_BTD).unflatten(-1, heads), context.rope_BTE)
+        k_BTHE = rotate(self.k_proj(x_BTD).unflatten(-1, heads), context.rope_BTE)
+        v_BTHE = self.v_proj(x_BTD).unflatten(-1, heads)
+        if context.new is not None:
+            return self.o_proj(context.new.attend(self.number, q_BTHE, k_BTHE, v_BTHE).flatten(2))
+        # Routed tokens are sorted by position and padding comes last, so lower triangular is right for all.
+        out_BHTE = F.scaled_dot_product_attention(
+            q_BTHE.transpose(1, 2),
+            k_BTHE.transpose(1, 2),
+            v_BTHE.transpose(1, 2),
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=True,
+            enable_gqa=self.grouped,
+        )
+        return self.o_proj(out_BHTE.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.dim, config.mlp_width, bias=False)
+        self.up_proj = nn.Linear(config.dim, config.mlp_width, bias=False)
+        self.down_proj = nn.Linear(config.mlp_width, config.dim, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))
+
+
+def rotary(position_BT: Tensor, head_dim: int, theta: float) -> Tensor:
+    """Cosines, then sines, of each position's angles, in float32: (B, T, E)."""
+    exponent = torch.arange(0, head_dim, 2, device=position_BT.device).float() / head_dim
+    angle = position_BT.unsqueeze(-1).float() * (1.0 / theta**exponent)
+    return torch.cat((angle.cos(), angle.sin()), dim=-1)
+
+
+def rotate(x_BTHE: Tensor, rope_BTE: Tensor) -> Tensor:
+    """Turn the pairs (i, i + E/2) of every head by their position's angle."""
+    cos, sin = rope_BTE.unsqueeze(2).chunk(2, dim=-1)
+    left, right = x_BTHE.chunk(2, dim=-1)
+    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
