@@ -15,6 +15,7 @@ RUN_BY = {
     "data.md": "tests/test_preparation.py::test_the_documents_commands_and_snippet_run",
     "distributed.md": "tests/test_distributed.py::test_the_script_of_the_documents_runs_on_two_processes",
     "encoder.md": "tests/test_encoder.py::test_the_snippets_of_the_page_run_and_print_what_they_say",
+    "experts.md": "tests/test_experts.py::test_the_python_of_the_page_on_experts_runs_and_prints_what_it_says",
     "generation.md": "tests/test_commands.py::test_the_commands_and_the_snippet_of_the_page_on_generation_run",
     "how.md": "tests/test_docs.py::test_the_python_of_a_page_runs_and_prints_what_it_says",
     "index.md": "tests/test_docs.py::test_the_python_of_a_page_runs_and_prints_what_it_says",
