@@ -41,12 +41,12 @@ train: {steps: 6, batch_size: 2, eval_every: 3, eval_windows: 2, save_every: 3, 
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
+    folder = tmp_path_factory.mktemp("prepared") / "texts"  # its own: other modules use this fixture too
+    folder.mkdir()
     for number in range(40):
         (folder / f"{number}.txt").write_text(f"document {number}: " + "to be or not to be, that is the question. " * 9)
-    out = tmp_path_factory.mktemp("prepared") / "out"  # its own: other modules use this fixture too
-    assert main(["data", "prepare", str(folder), str(out), "--tokenizer", "bytes"]) == 0
-    return out
+    assert main(["data", "prepare", str(folder), str(folder.parent / "out"), "--tokenizer", "bytes"]) == 0
+    return folder.parent / "out"
 
 
 @pytest.fixture
@@ -288,7 +288,7 @@ def test_a_disk_that_fills_up_ends_the_command_and_with_room_the_same_command_go
 
 
 def with_other_tokenizer(run, prepared, folder):
-    main(["data", "prepare", str(prepared.parent / "data0"), str(folder / "other"), "--tokenizer", "bpe:280"])
+    main(["data", "prepare", str(prepared.parent / "texts"), str(folder / "other"), "--tokenizer", "bpe:280"])
     return [
         "--data",
         str(folder / "other"),
