@@ -1,6 +1,7 @@
 # make demo        a dense and a routed model at equal FLOPs, in a few minutes, with pictures
 # make test        what CI runs: lint, types, tests
 # make test-long   the tests that take minutes each
+# make docs        the documentation as a site, in site/; a warning is an error
 # make mutants     break the core in named ways and see which law catches each
 # make families    convert a tiny model of every family of transformers, and print what came of it
 # make bench       training steps of routed models against dense ones, beside their FLOPs
@@ -8,7 +9,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test test-long lint mutants families bench clean
+.PHONY: demo test test-long lint docs mutants families bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/modepth demo
@@ -23,6 +24,9 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # not --quiet, which would not count warnings
 
 mutants: $(INSTALLED)
 	$(BIN)/python -m tests.mutants
@@ -42,4 +46,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis dist
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis dist site

@@ -17,11 +17,12 @@ import torch
 
 from modepth import flops
 from modepth.data import TokenFile, read_windows, spread_windows
+from modepth.depth import read_depth
 from modepth.formats import percent
 from modepth.generation import generate, run_rows, start_rows
 from modepth.model import Transformer
 from modepth.plots import Figure, loss_against_flops, save_figure, score_histograms, token_map
-from modepth.report import read_log, results, write_run_report
+from modepth.report import View, read_log, results, write_run_report
 from modepth.routing import Router
 from modepth.sampling import Sampling
 from modepth.tokenizer import Tokenizer
@@ -52,23 +53,33 @@ def compare(
     said = {name: speak(run.model, validation, tokenizer) for name, run in runs.items()}
     facts = {name: model_facts(run.model) | said[name].facts for name, run in runs.items()}
     logs = {name: read_log(run.folder) for name, run in runs.items()}
-    pictures = [
-        picture
+    pictures = {
+        name: routing_pictures(name, run.model, validation, tokenizer)
         for name, run in runs.items()
         if run.model.config.looks_ahead
-        for picture in routing_pictures(name, run.model, validation, tokenizer)
-    ]
+    }
+    # What a page can be looked into with stands in place of its figure.
+    views = {
+        name: View(
+            f"Depth of {name}", figures[0].caption, depth_data(name, model, validation, tokenizer), figures[0].figure
+        )
+        for name, figures in pictures.items()
+        if (model := runs[name].model).config.routing is not None
+    }
+    left = [picture for name, each in pictures.items() for picture in each[name in views :]]
     page = write_run_report(
         out / "report.html",
         {name: run.folder for name, run in runs.items()},
         title=title,
         intro=intro,
         facts=facts,
-        figures=[(picture.caption, picture.figure) for picture in pictures],
+        views=list(views.values()),
+        figures=[(picture.caption, picture.figure) for picture in left],
         sections=[(f"A sample of {name}", speech.text, ()) for name, speech in said.items()],
     )
     curves = Picture("loss_against_flops", "", loss_against_flops(logs))
-    files = [save_figure(picture.figure, out / picture.name)[0] for picture in (curves, *pictures)]
+    drawn = (curves, *(picture for each in pictures.values() for picture in each))
+    files = [save_figure(picture.figure, out / picture.name)[0] for picture in drawn]
     return {name: facts[name] | results(logs[name]) for name in runs}, [page, *files]
 
 
@@ -118,8 +129,7 @@ def model_facts(model: Transformer) -> dict[str, object]:
 
 def routing_pictures(name: str, model: Transformer, validation: TokenFile, tokenizer: Tokenizer) -> list[Picture]:
     """A map of a snippet and the histograms of the scores, decided as generation decides: token by token."""
-    length = model.config.max_length
-    windows_BT = read_windows(validation, spread_windows(validation, length, SCORED), length)[:, :-1]
+    windows_BT = validation_windows(model, validation)
     with torch.no_grad(), record(model) as trace:
         model(windows_BT)
     # The end of a window: its tokens have the most to look back on.
@@ -140,6 +150,18 @@ def routing_pictures(name: str, model: Transformer, validation: TokenFile, token
         caption = f"Router scores of {windows_BT.numel():,} validation tokens in the routed layers of {name}."
         pictures.append(Picture(f"router_scores_{name}", caption, scores))
     return pictures
+
+
+def depth_data(name: str, model: Transformer, validation: TokenFile, tokenizer: Tokenizer) -> dict[str, object]:
+    """The same snippet, to look into."""
+    depth = read_depth(model, validation_windows(model, validation)[0].tolist(), tokenizer)
+    snippet = {**depth, "tokens": depth["tokens"][-SNIPPET:]}
+    return {"kind": "depth", "label": f"A validation snippet, read by {name}", "depth": snippet}
+
+
+def validation_windows(model: Transformer, validation: TokenFile) -> torch.Tensor:
+    length = model.config.max_length
+    return read_windows(validation, spread_windows(validation, length, SCORED), length)[:, :-1]
 
 
 def causal_cutoffs(model: Transformer) -> dict[int, float] | None:

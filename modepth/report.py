@@ -1,8 +1,9 @@
-"""A report is one HTML page that needs nothing else: no script, no font, no file beside it.
+"""A report is one HTML page that needs nothing else: no font, no file beside it, nothing to fetch.
 
-Text, captions and table cells are escaped. Figures are SVG inside the page, as images rather than inline
-markup, so that the ids of one cannot meet those of another. The page follows the reader's light or dark
-setting; figures stay on white paper. On a phone tables and wide figures scroll by themselves.
+Views, which one can look into, are those of the page that a server shows (`modepth.page`). Text, captions and table
+cells are escaped. Figures are SVG inside the page, as images rather than inline markup, so that the ids of one cannot
+meet those of another. The page follows the reader's light or dark setting; figures stay on white paper. On a phone
+tables and wide figures scroll by themselves.
 """
 
 import base64
@@ -10,9 +11,10 @@ import html
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from modepth.formats import shown
+from modepth.page import VIEWS, curve_rows, document
 from modepth.plots import Figure, figure_bytes, loss_against_flops
 from modepth.plots.style import write_atomically
 from modepth.runlog import RunLog
@@ -23,30 +25,14 @@ Section = tuple[str, str, Table]  # heading, text, table
 
 PIXELS_AN_INCH = 125  # a printed figure is small on a screen
 
-STYLE = """
-:root { color-scheme: light dark; --ink: #1f2328; --muted: #59636e; --line: #d1d9e0; --back: #ffffff; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e6edf3; --muted: #9198a1; --line: #3d444d; --back: #0d1117; }
-}
-body { margin: 0 auto; max-width: 56rem; padding: 1.5rem 1rem 4rem; background: var(--back); color: var(--ink);
-  font: 1rem/1.55 system-ui, sans-serif; }
-h1 { font-size: 1.7rem; line-height: 1.25; margin: 0.5rem 0; }
-h2 { font-size: 1.2rem; margin: 2.5rem 0 0.5rem; }
-p { max-width: 42rem; white-space: pre-line; overflow-wrap: anywhere; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-size: 0.9rem; font-variant-numeric: tabular-nums; margin: 1rem 0; }
-th, td { padding: 0.35rem 0.9rem 0.35rem 0; text-align: right; white-space: nowrap;
-  border-bottom: 1px solid var(--line); }
-thead th { color: var(--muted); font-weight: 500; vertical-align: bottom; }
-th:first-child, .text { text-align: left; }
-figure { margin: 1.5rem 0; }
-figure img { display: block; background: #ffffff; border-radius: 6px; padding: 0.75rem; box-sizing: border-box;
-  width: 100%; min-width: min(30rem, var(--wide)); max-width: var(--wide); height: auto; }
-figcaption { color: var(--muted); font-size: 0.9rem; max-width: 42rem; margin-top: 0.5rem; overflow-wrap: anywhere; }
-""".strip()
 
-# Nothing is fetched, whatever a text smuggles in.
-POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+class View(NamedTuple):
+    """What a reader can look into: drawn by the page's script; without scripts its figure stands there."""
+
+    heading: str
+    caption: str  # of the figure
+    data: Mapping[str, object]  # {"kind": "depth", "label", "depth"} or {"kind": "curves", "runs"}
+    figure: Figure
 
 
 def write_report(
@@ -55,31 +41,23 @@ def write_report(
     title: str,
     intro: str = "",
     table: Table = (),
+    views: Sequence[View] = (),
     figures: Figures = (),
     sections: Iterable[Section] = (),
 ) -> Path:
-    """Write one self-contained page: title, text, table, figures, then sections of (heading, text, table)."""
+    """Write one self-contained page: title, text, table, views, figures, then sections of (heading, text, table)."""
     body = [f"<h1>{escaped(title)}</h1>", paragraphs(intro), html_table(table)]
+    body += [html_view(f"view-{number}", view) for number, view in enumerate(views)]
     body += [html_figure(caption, figure) for caption, figure in figures]
     for heading, text, rows in sections:
         body += [f"<h2>{escaped(heading)}</h2>", paragraphs(text), html_table(rows)]
-    content = "\n".join(part for part in body if part)
-    page = f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
-<title>{escaped(title)}</title>
-<style>
-{STYLE}
-</style>
-</head>
-<body>
-{content}
-</body>
-</html>
-"""
+    page = document(
+        title=title,
+        body="\n".join(part for part in body if part),
+        styles=("base.css", "report.css", *(("views.css",) if views else ())),
+        scripts=(*VIEWS, "report.js") if views else (),
+        data={f"view-{number}": view.data for number, view in enumerate(views)},
+    )
     path = Path(path)
     write_atomically(path, page.encode("utf-8", "replace"))
     return path
@@ -125,6 +103,13 @@ def html_figure(caption: str, figure: Figure) -> str:
     )
 
 
+def html_view(name: str, view: View) -> str:
+    return (
+        f'<section><h2>{escaped(view.heading)}</h2><div data-view="{name}"></div>\n'
+        f"<noscript>{html_figure(view.caption, view.figure)}</noscript></section>"
+    )
+
+
 # -- a report of runs
 
 
@@ -135,19 +120,23 @@ def write_run_report(
     title: str = "Training runs",
     intro: str = "",
     facts: Mapping[str, Mapping[str, object]] | None = None,
+    views: Sequence[View] = (),
     figures: Figures = (),
     sections: Iterable[Section] = (),
 ) -> Path:
     """Write a page of run folders by name: a table of results, loss against FLOPs, what the routers did, events.
 
     facts      more columns for a run, such as its parameters, before those of its log
-    figures    more (caption, figure), after the curves
+    views      more of them, before the curves
+    figures    (caption, figure), after the curves
     sections   more (heading, text, table), before those of the logs
     """
     logs = {name: read_log(folder) for name, folder in runs.items()}
     known = facts or {}
-    curves = (
+    curves = View(
+        "Training",
         "Language-model loss against training FLOPs: validation marked, training light.",
+        {"kind": "curves", "runs": {name: curve_rows(rows) for name, rows in logs.items()}},
         loss_against_flops(logs),
     )
     sections = list(sections)
@@ -167,7 +156,8 @@ def write_run_report(
         title=title,
         intro=intro,
         table=side_by_side({name: {**known.get(name, {}), **results(rows)} for name, rows in logs.items()}),
-        figures=[curves, *figures],
+        views=[*views, curves],
+        figures=figures,
         sections=sections,
     )
 

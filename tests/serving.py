@@ -37,10 +37,10 @@ def tiny_served(max_length=LONGEST, **changes):
 
 
 @contextmanager
-def serving(open_model, *, ready=True, **settings):
+def serving(open_model, *, ready=True, port=0, **settings):
     """Yields a client whose `server` is the Server; ends what is under way at the end."""
     server = Server(open_model, Settings(**{"limits": Limits(prompt_piece=5)} | settings))
-    listener = new_listener("127.0.0.1", 0)
+    listener = new_listener("127.0.0.1", port)
     config = uvicorn.Config(make_app(server), log_level="warning", timeout_graceful_shutdown=1)
     listening = uvicorn.Server(config)
     thread = threading.Thread(target=listening.run, kwargs={"sockets": [listener]})

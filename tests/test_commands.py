@@ -5,7 +5,6 @@ import math
 import os
 import re
 import resource
-import shlex
 import shutil
 import signal
 import subprocess
@@ -28,6 +27,7 @@ from modepth.flags import flags_given, laid_over
 from modepth.progress import StepProgress
 from modepth.run_folder import RunLock
 from tests.checkpoints import names_in
+from tests.documents import run_commands, run_snippets, smaller, text_of
 from tests.processes import run_ranks, torchrun
 from tests.test_kills import last_logged, last_saved, wait_until
 from tests.training import contents
@@ -41,7 +41,8 @@ train: {steps: 6, batch_size: 2, eval_every: 3, eval_windows: 2, save_every: 3, 
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
+    folder = tmp_path_factory.mktemp("prepared") / "texts"  # its own: other modules use this fixture too
+    folder.mkdir()
     for number in range(40):
         (folder / f"{number}.txt").write_text(f"document {number}: " + "to be or not to be, that is the question. " * 9)
     assert main(["data", "prepare", str(folder), str(folder.parent / "out"), "--tokenizer", "bytes"]) == 0
@@ -287,7 +288,7 @@ def test_a_disk_that_fills_up_ends_the_command_and_with_room_the_same_command_go
 
 
 def with_other_tokenizer(run, prepared, folder):
-    main(["data", "prepare", str(prepared.parent / "data0"), str(folder / "other"), "--tokenizer", "bpe:280"])
+    main(["data", "prepare", str(prepared.parent / "texts"), str(folder / "other"), "--tokenizer", "bpe:280"])
     return [
         "--data",
         str(folder / "other"),
@@ -339,46 +340,35 @@ def test_eval_refuses_in_one_line_what_it_cannot_measure(command, capsys, prepar
 
 
 def test_the_commands_and_the_snippet_of_the_page_on_training_run(tmp_path, monkeypatch, capsys):
-    page = (ROOT / "docs" / "training.md").read_text()
     small = {
         "prepare stdlib ": "prepare ./stdlib ",
         "tiny.yaml\n": "tiny.yaml --train.steps 3 --model.dim 16 --model.max_length 64\n",
         "steps=100": "steps=3",
     }
-    for text, smaller in small.items():
-        assert page.count(text) == 1, text
-        page = page.replace(text, smaller)
+    text = smaller(text_of("training.md"), small)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     (tmp_path / "stdlib").mkdir()
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:60]:
         (tmp_path / "stdlib" / path.name).write_bytes(path.read_bytes()[:3000])
-    (commands,) = re.findall(r"```sh\n(.*?)```", page, flags=re.DOTALL)
-    for line in commands.splitlines():
-        program, *arguments = shlex.split(line)
-        assert program == "modepth"
-        assert main(arguments) == 0, line
+    run_commands(text)
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["run"] == "runs/tiny"
-    (snippet,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-    names = {}
-    exec(snippet, names)
+    names = run_snippets(text)
     assert names["model"].config == names["config"]
     written = {path.name for path in (tmp_path / "runs" / "tiny").iterdir()}
-    assert written >= {name.split("/")[0] for name in re.findall(r"^\| `(.+?)` \|", page, flags=re.MULTILINE)}
+    assert written >= {name.split("/")[0] for name in re.findall(r"^\| `(.+?)` \|", text, flags=re.MULTILINE)}
 
 
 def test_the_commands_and_the_snippet_of_the_page_on_generation_run(trained, tmp_path, monkeypatch, capsys):
-    page = (ROOT / "docs" / "generation.md").read_text()
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "tiny").symlink_to(trained)
-    (commands,) = re.findall(r"```sh\n(.*?)```", page, flags=re.DOTALL)
-    for line in commands.splitlines():
-        assert main(shlex.split(line)[1:]) == 0, line
-        assert json.loads(capsys.readouterr().out.splitlines()[-1])["run"] == "runs/tiny"
-    (snippet,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-    exec(snippet, {})
-    assert capsys.readouterr().out.splitlines() == re.findall(r"print.*  # (.*)", snippet)
+
+    def on_done(line):
+        assert json.loads(capsys.readouterr().out.splitlines()[-1])["run"] == "runs/tiny", line
+
+    run_commands(text_of("generation.md"), on_done)
+    run_snippets(text_of("generation.md"))
 
 
 def test_an_exported_run_speaks_as_the_run_does(trained, tmp_path, capsys):

@@ -67,9 +67,10 @@ def test_the_demo_prints_a_table_and_the_paths_of_what_it_wrote(shown):
 def test_the_demos_page_holds_the_table_and_the_three_pictures(shown):
     page = read(shown[0] / "report.html")
     assert len(page.of("img")) == 3
+    assert [each.get("id") for each in page.of("script")] == ["view-0", "view-1", None]
     assert {"dense", "MoD", "parameters", "FLOPs a token", "validation loss", "bits per byte"} < set(page.text("th"))
-    assert page.text("h2") == ["A sample of dense", "A sample of MoD", "Routing of MoD"]
-    assert page.text("figcaption")[1] == (
+    assert page.text("h2") == ["Depth of MoD", "Training", "A sample of dense", "A sample of MoD", "Routing of MoD"]
+    assert page.text("figcaption")[0] == (
         "Which layers of MoD compute each token of a validation snippet, decided token by token."
     )
 

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import re
 import signal
 import sys
 import time
@@ -24,8 +23,9 @@ from modepth.restore import load_model, load_optimizer, model_tensors, optimizer
 from modepth.run import ALONE, Stopped, load, train
 from modepth.run_folder import RunLock
 from modepth.train import evaluate, make_optimizer, train_step
+from tests.documents import blocks, text_of
 from tests.oracles import tiny_config, tiny_model
-from tests.processes import ROOT, run_ranks
+from tests.processes import run_ranks
 from tests.training import CONFIG, make_data, new_model, ragged_batch, read_data, rows_of
 
 LOSSES = LossWeights(predictor=0.7, router=0.1, z=0.1)
@@ -193,7 +193,7 @@ def run_script(world, script, *arguments):
 
 
 def test_the_script_of_the_documents_runs_on_two_processes(tmp_path):
-    (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "distributed.md").read_text(), flags=re.DOTALL)
+    (script,) = blocks(text_of("distributed.md"), "python")
     make_data(tmp_path)
     (tmp_path / "model.json").write_text(json.dumps(model_config_to_dict(tiny_config())))
     run_ranks(run_script, 2, script, tmp_path / "model.json", tmp_path, tmp_path / "run")

@@ -3,7 +3,6 @@
 import copy
 import json
 import math
-import re
 import runpy
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from modepth import build, check_lengths, num_routed, output_size, recommended_defaults, record
 from modepth.model import rotary
 from modepth.selection import noise
+from tests.documents import run_snippets, text_of
 from tests.oracles import top_slowly
 
 ROOT = Path(__file__).parent.parent
@@ -406,11 +406,8 @@ def test_on_marked_recall_a_quarter_of_the_steps_does_what_all_do_and_random_ste
     assert result["accuracy"]["random"] < 0.7  # a marked step is seen by two layers in 44 of 100 cases
 
 
-def test_the_snippets_of_the_page_run_and_print_what_they_say(capsys):
-    names = {}
-    for snippet in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "encoder.md").read_text(), flags=re.DOTALL):
-        exec(snippet, names)
-        assert capsys.readouterr().out.splitlines() == re.findall(r"print.*  # (.*)", snippet)
+def test_the_snippets_of_the_page_run_and_print_what_they_say():
+    run_snippets(text_of("encoder.md"))
 
 
 # -- bad input

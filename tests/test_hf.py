@@ -3,7 +3,6 @@
 import copy
 import json
 import pickle
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from modepth import LossWeights, RoutingConfig
 from modepth.hf import calibrate, convert, restore, routing_mode, set_routing, summary, verify
 from modepth.hf.cache import RoutedEntry
 from modepth.hf.layer import RoutedLayer
+from tests.documents import run_snippets, text_of
 from tests.family_checks import assert_routes_some, converted, generated, ragged_prompts
 from tests.tiny_models import tiny_model
 
@@ -401,10 +401,5 @@ def test_the_dial_changes_what_may_change_and_nothing_else() -> None:
             assert int(routing.chosen_BT.sum()) == -(-28 * capacity // 1)
 
 
-def test_the_python_of_the_page_on_converting_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[1] / "docs" / "converting.md").read_text()
-    names: dict[str, object] = {}
-    for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL):
-        exec(block, names)
-    assert names["out"].shape == (4, 16)
-    assert "\n128\n" in capsys.readouterr().out
+def test_the_python_of_the_page_on_converting_runs() -> None:
+    assert run_snippets(text_of("converting.md"))["out"].shape == (4, 16)

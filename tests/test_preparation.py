@@ -4,7 +4,6 @@ import io
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 import sysconfig
@@ -21,6 +20,7 @@ from modepth.corpus import Corpus, cut, documents, split_of
 from modepth.data import SPLITS, open_tokens
 from modepth.preparation import OUTPUTS, check_prepared, prepare
 from modepth.tokenizer import END_OF_TEXT, ByteTokenizer, load_tokenizer, read_tokenizer, train_bpe
+from tests.documents import run_commands, run_snippets, text_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -549,20 +549,13 @@ def test_help_shows_examples(capsys, action):
     assert f"examples:\n  modepth data {action} " in capsys.readouterr().out
 
 
-def test_the_documents_commands_and_snippet_run(tmp_path, monkeypatch, capsys):
-    page = (ROOT / "docs" / "data.md").read_text()
+def test_the_documents_commands_and_snippet_run(tmp_path, monkeypatch):
+    text = text_of("data.md")
     write_files(tmp_path / "notes")
     (tmp_path / "book.txt").write_text("It was a bright cold day in April.\n" * 9000)
     monkeypatch.chdir(tmp_path)
-    (commands,) = re.findall(r"```sh\n(.*?)```", page, flags=re.DOTALL)
-    for line in commands.splitlines():
-        program, *arguments = shlex.split(line)
-        assert program == "modepth"
-        assert main(arguments) == 0, line
-    capsys.readouterr()
-    (snippet,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-    exec(snippet, {})
-    assert capsys.readouterr().out == "torch.Size([4, 33])\n"
+    run_commands(text)
+    run_snippets(text)
 
 
 @pytest.mark.skipif(not Path(sysconfig.get_path("stdlib")).is_dir(), reason="no source of the standard library")

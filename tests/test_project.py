@@ -14,6 +14,7 @@ import yaml
 
 import modepth
 from modepth.config import read_model_config
+from tests.documents import blocks, text_of
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "modepth"
@@ -90,6 +91,7 @@ MAY_IMPORT = {
         "validation",
     },
     "thresholds": {"config", "routing", "selection"},
+    "depth": {"config", "flops", "generation", "model", "sampling", "selection", "tokenizer"},
     "calibration": {"config", "generation", "model", "thresholds"},
     "hf": {"hf.calibration", "hf.classes", "hf.convert", "hf.export", "hf.model", "hf.training", "hf.verify"},
     "hf.adoption": {
@@ -232,6 +234,7 @@ MAY_IMPORT = {
     "trace": {"config", "experts", "routing"},
     "comparison": {
         "data",
+        "depth",
         "flops",
         "formats",
         "generation",
@@ -249,7 +252,8 @@ MAY_IMPORT = {
     "plots.curves": {"formats", "plots.style"},
     "plots.routing": {"formats", "plots.style"},
     "plots.isoflop": {"formats", "plots.style", "sweep.fit", "sweep.results"},
-    "report": {"formats", "plots", "plots.style", "runlog"},
+    "page": set(),
+    "report": {"formats", "page", "plots", "plots.style", "runlog"},
     "sweep.results": {"textfile"},
     "sweep.fit": {"sweep.results"},
     "sweep.page": {"formats", "plots", "plots.isoflop", "report", "sweep.fit", "sweep.results"},
@@ -294,7 +298,7 @@ MAY_IMPORT = {
         "tokenizer",
         "validation",
     },
-    "serve.watch": {"generation", "model", "selection"},
+    "serve.watch": {"generation", "model"},
     "serve.metrics": {"serve.engine"},
     "serve.worker": {"serve.engine", "serve.metrics"},
     "serve.chat": {"tokenizer"},
@@ -306,16 +310,17 @@ MAY_IMPORT = {
         "model",
         "run",
         "run_data",
+        "runlog",
         "serve.chat",
         "textfile",
         "tokenizer",
         "validation",
     },
     "serve.ship": {"checkpoint", "run", "serve.served"},
-    "serve.protocol": set(),
+    "serve.protocol": {"depth"},
     "serve.answers": {
         "config",
-        "flops",
+        "depth",
         "sampling",
         "serve.engine",
         "serve.protocol",
@@ -323,14 +328,14 @@ MAY_IMPORT = {
         "serve.watch",
     },
     "serve.depth": {
-        "config",
+        "depth",
         "sampling",
         "serve.answers",
         "serve.engine",
         "serve.protocol",
         "serve.served",
-        "serve.watch",
     },
+    "serve.rows": {"page", "runlog", "serve.protocol"},
     "serve.guards": {"serve.answers", "serve.engine", "serve.protocol", "validation"},
     "serve.calls": {
         "serve.answers",
@@ -342,6 +347,7 @@ MAY_IMPORT = {
     },
     "serve.http": {
         "flops",
+        "page",
         "serve.answers",
         "serve.calls",
         "serve.depth",
@@ -349,6 +355,7 @@ MAY_IMPORT = {
         "serve.guards",
         "serve.metrics",
         "serve.protocol",
+        "serve.rows",
         "serve.served",
         "serve.worker",
     },
@@ -450,7 +457,7 @@ def test_public_names_are_those_listed_and_documented():
 
 
 def readme_blocks():
-    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    return blocks(text_of("README.md"), "python")
 
 
 def test_the_readme_shows_the_core_function_as_it_is():
@@ -504,7 +511,7 @@ def wheel(tmp_path_factory):
 def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     ours = {name for name in names if not name.startswith(f"modepth-{version()}.dist-info/")}
-    carried = [path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".typed")]
+    carried = [path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".typed", ".js", ".css", ".html")]
     carried += [path for path in (PACKAGE / "serve" / "shipped").rglob("*") if path.is_file()]
     assert ours == {str(path.relative_to(ROOT)) for path in carried}
     assert sum(path.stat().st_size for path in carried if "shipped" in path.parts) <= 12_000_000

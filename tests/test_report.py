@@ -182,7 +182,7 @@ def test_a_run_report_is_made_from_the_rows_of_its_logs(tmp_path, runs):
     assert cells.count("77") == 2  # perplexity
     assert "4,321" in cells
     assert page.text("figcaption")[1:] == ["Scores"]
-    assert page.text("h2") == ["Routing of <MoD>", "Events"]
+    assert page.text("h2") == ["Training", "Routing of <MoD>", "Events"]
     rows_of_layers = [text for text in page.text("th") if text in ("3", "11")]
     assert rows_of_layers == ["3", "11"]
     assert cells.count("update not applied") == 2
@@ -202,7 +202,7 @@ def test_a_run_that_still_trains_is_reported_as_far_as_it_is(tmp_path):
     (tmp_path / "log.jsonl").write_text(json.dumps({"step": 6, "loss": 2.5, "flops": 7e12}) + "\n")
     page = read(write_run_report(tmp_path / "report.html", {"begun": tmp_path}))
     assert page.text("td") == ["7", "7·10¹²", "2.5", "-", "-", "-", "-", "-"]
-    assert page.text("h2") == []
+    assert page.text("h2") == ["Training"]
 
 
 def test_a_folder_without_a_log_is_named(tmp_path):

@@ -1,7 +1,6 @@
 """`modepth serve`, what it can open, and the examples of its page."""
 
 import contextlib
-import io
 import json
 import re
 import shlex
@@ -25,12 +24,13 @@ from modepth.serve.served import SETTINGS, SHIPPED, make_dial, open_native, open
 from modepth.serve.ship import LARGEST, ship
 from modepth.tokenizer import ByteTokenizer, as_library, load_tokenizer, save_tokenizer
 from tests import tiny_models
+from tests.documents import blocks, run_snippets, text_of
 from tests.oracles import tiny_model, tiny_tokens
 from tests.processes import command
 from tests.serving import serving
 from tests.test_commands import CONFIG, prepared  # noqa: F401 - a fixture
 
-PAGE = Path(__file__).parent.parent / "docs" / "serving.md"
+PAGE = text_of("serving.md")
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +69,8 @@ def test_a_run_is_served_with_a_dial_from_its_own_data(prepared, tmp_path):  # n
     run = tmp_path / "run"
     assert main(["train", str(run), "--data", str(prepared), "--config", str(tmp_path / "config.yaml")]) == 0
     served = open_served(run, settings=(0.5, 1.0))
+    assert served.log is not None
+    assert served.log.path == run / "log.jsonl"
     assert (served.name, tuple(served.dial)) == ("run", (0.5, 1.0))
     assert len(served.routing(0.5).thresholds) == 1
     with pytest.raises(ValueError, match=r"must be one of the dial's settings \(0.5, 1.0\), got 0.3"):
@@ -202,25 +204,14 @@ def test_sigterm_lets_an_answer_end_and_exits_0():
 # -- the page of the documentation
 
 
-def blocks(language):
-    return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
-
-
 def test_the_pages_python_runs_and_prints_what_it_says(shipped):
-    first, depth, text, engine = blocks("python")
     with serving(lambda: shipped) as client:
-        names = {}
-        for block in (first, depth, text, engine):
-            out = io.StringIO()
-            with contextlib.redirect_stdout(out):
-                exec(block.replace("http://localhost:8000", str(client.base_url).rstrip("/")), names)
-            for said in re.findall(r"^print\(.*\)  # ([^{\n]+)$", block, flags=re.MULTILINE):
-                assert said in out.getvalue().splitlines()
-        names["client"].close()
+        text = PAGE.replace("http://localhost:8000", str(client.base_url).rstrip("/"))
+        run_snippets(text)["client"].close()
 
 
 def test_the_pages_commands_are_ones(capsys):
-    lines = [line for block in blocks("sh") for line in block.splitlines() if line.startswith("modepth ")]
+    lines = [line for block in blocks(PAGE, "sh") for line in block.splitlines() if line.startswith("modepth ")]
     assert len(lines) == 3
     for line in lines:
         assert make_parser().parse_args(shlex.split(line, comments=True)[1:]).command == "serve"
@@ -229,4 +220,4 @@ def test_the_pages_commands_are_ones(capsys):
 def test_every_route_stands_in_the_page(shipped):
     with serving(lambda: shipped) as client:
         for path in client.get("/openapi.json").json()["paths"]:
-            assert path.removesuffix("/{model}") in PAGE.read_text()
+            assert path.removesuffix("/{model}") in PAGE

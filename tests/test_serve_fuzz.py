@@ -55,7 +55,7 @@ def test_made_up_requests_get_answers_that_the_schema_knows(capsys):
         wait_for(lambda: not engine_of(client).busy)
         assert engine_of(client).cache_bytes == 0
         assert client.get("/ready").status_code == 200
-    assert len(operations) == 8
+    assert len(operations) == 9
     assert statuses.total() >= 200
     assert statuses[200] >= 20
     assert statuses[400] >= 50

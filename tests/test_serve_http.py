@@ -76,7 +76,7 @@ def test_a_stream_tells_what_the_whole_answer_does(official):
         for field in ("tokens", "token_logprobs", "text_offset"):
             pieces = [getattr(each.logprobs, field) for each in mine]
             assert [value for piece in pieces for value in piece] == getattr(choice.logprobs, field)
-        for field in ("tokens", "layers"):
+        for field in ("tokens", "layers", "scores"):
             assert [value for each in mine for value in each.depth[field]] == choice.depth[field]
         assert mine[-1].depth["cost"] == choice.depth["cost"]
     assert len({choice.text for choice in whole.choices}) == 4
@@ -121,7 +121,7 @@ def test_logprobs_are_those_of_one_full_forward(official, served):
     assert without.choices[0].logprobs.token_logprobs == pytest.approx(expected[3:], abs=1e-12)
 
 
-def test_depth_tells_the_layers_of_each_token_and_what_they_cost(official, served):
+def test_depth_tells_the_layers_of_each_token_and_what_they_cost(client, official, served):
     config = served.model.config
     for capacity in (None, 0.25, 1.0):
         extra = {"depth": True} | ({} if capacity is None else {"capacity": capacity})
@@ -130,6 +130,8 @@ def test_depth_tells_the_layers_of_each_token_and_what_they_cost(official, serve
         ).choices[0]
         expected = alone(served, "some prompt", max_tokens=20, routing=served.routing(capacity))
         assert choice.depth["layers"] == [list(layers) for layers in expected.layers]
+        told = client.post("/v1/depth", json={"text": "some prompt", "capacity": capacity}).json()["tokens"]
+        assert choice.depth["scores"][:11] == [pytest.approx(token["scores"], abs=1e-12) for token in told]
         assert "".join(choice.depth["tokens"][:11]) == "some prompt"
         assert len(choice.depth["tokens"]) == 31
         cost = choice.depth["cost"]
@@ -374,7 +376,7 @@ def test_the_key_is_asked_for_everywhere_but_health(served):
         routes += [("POST", path) for path in ("/v1/completions", "/v1/chat/completions", "/v1/depth")]
         for method, path in routes:
             assert client.request(method, path).status_code != 401
-            for key in ("", "Bearer wrong", "open sesame", "Bearer öpen"):
+            for key in ("", "Bearer wrong", "open sesame", "Bearer öpen", "Basic öpen", "Basic OndyZQ=="):
                 response = client.request(method, path, headers={"Authorization": key.encode()})
                 assert "API key is missing or wrong" in refused(response, 401)
         assert client.get("/health", headers={"Authorization": ""}).status_code == 200

@@ -5,7 +5,6 @@ import io
 import json
 import os
 import re
-import shlex
 import signal
 import sysconfig
 import time
@@ -26,9 +25,9 @@ from modepth.sweep.plan import plan_runs, read_facts
 from modepth.sweep.results import Results, as_line
 from modepth.sweep.run import logged_flops
 from modepth.train import evaluate
+from tests.documents import blocks, run_commands, smaller, text_of
 from tests.processes import command
 from tests.sweeps import Forked, changed, failed_row, new_row, prepare_text, write_config
-from tests.test_project import ROOT
 from tests.test_report import read
 from tests.training import contents, rows_of
 
@@ -439,23 +438,19 @@ def test_progress_says_how_much_is_left(monkeypatch, capsys):
 
 @QUICK
 def test_the_commands_of_the_page_on_sweeps_run(tmp_path, monkeypatch, capsys):
-    page = (ROOT / "docs" / "sweeps.md").read_text()
+    text = text_of("sweeps.md")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "stdlib").mkdir()
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:60]:
         (tmp_path / "stdlib" / path.name).write_bytes(path.read_bytes()[:3000])
-    (config,) = re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)
+    (config,) = blocks(text, "yaml")
     small = {"budgets: [1e11, 3e11]": "budgets: [3e9]", "depths: [2, 3, 4, 5]": "depths: [2]"}
     small |= {"budgets: [1e11]": "budgets: [3e9]", "seeds: [1, 2]": "seeds: [1]", "depths: [3, 4]": "depths: [3]"}
-    for text, smaller in small.items():
-        assert config.count(text) == 1, text
-        config = config.replace(text, smaller)
-    (tmp_path / "sweep.yaml").write_text(config)
-    (commands,) = re.findall(r"```sh\n(.*?)```", page, flags=re.DOTALL)
-    for line in commands.replace("prepare stdlib ", "prepare ./stdlib ").splitlines():
-        program, *arguments = shlex.split(line, comments=True)
-        assert program == "modepth"
-        assert main(arguments) == 0, line
-        assert json.loads(capsys.readouterr().out.splitlines()[-1])
-    for name in re.findall(r"^\| `(.+?)` \|", page, flags=re.MULTILINE):
+    (tmp_path / "sweep.yaml").write_text(smaller(config, small))
+
+    def on_done(line):
+        assert json.loads(capsys.readouterr().out.splitlines()[-1]), line
+
+    run_commands(text.replace("prepare stdlib ", "prepare ./stdlib "), on_done)
+    for name in re.findall(r"^\| `(.+?)` \|", text, flags=re.MULTILINE):
         assert list((tmp_path / "sweeps" / "mine").glob(name)), name

@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> None:
         dial = SETTINGS if options.dial is None else options.dial
         served = open_served(options.folder, name=options.name, settings=dial, data=options.data)
         shown = ", ".join(f"{capacity:g}" for capacity in served.dial) or "none"
-        say(f"{served.name} is served at {url}/v1 (dial: {shown})")
+        say(f"{served.name} is served at {url}/v1 (dial: {shown}); its page is at {url}")
         return served
 
     if options.host not in LOOPBACK and settings.api_key is None:

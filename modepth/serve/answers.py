@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from modepth import flops
 from modepth.config import RoutingConfig
+from modepth.depth import cost, layers_used, router_scores
 from modepth.sampling import Sampling
 from modepth.serve.engine import Event, Request, Ticket, Watch
-from modepth.serve.protocol import ChatBody, Choice, Completion, CompletionBody, Cost, Depth, Sampled, Usage
+from modepth.serve.protocol import ChatBody, Choice, Completion, CompletionBody, Depth, Sampled, Usage
 from modepth.serve.served import Served
-from modepth.serve.watch import NextToken, drawn_logprobs, layers_used, next_logprobs
+from modepth.serve.watch import NextToken, drawn_logprobs, next_logprobs
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 FINISH: Mapping[str, Literal["stop", "length"]] = {"stop": "stop", "length": "length", "context": "length"}
@@ -73,7 +73,7 @@ def n_requests(
     stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     seed = secrets.randbits(32) if body.seed is None else body.seed % 2**63
     if body.depth:
-        watches = {**watches, "layers": layers_used}
+        watches = {**watches, "layers": layers_used, "scores": router_scores}
     return [
         Request(
             prompt=prompt,
@@ -214,21 +214,13 @@ def with_depth(choice: Choice, told: Told, piece: Piece) -> Choice:
     depth: Depth = {
         "tokens": [told.shown(token) for token in piece.prompt + piece.tokens],
         "layers": [list(used) for used in layers],
+        "scores": [[score.score for score in of_token] for of_token in piece.notes["scores"]],
     }
     if told.ending is not None:
-        depth["cost"] = cost(told.served, told.ticket, told.num_chosen)
+        ticket = told.ticket
+        depth["cost"] = cost(told.served.model, ticket.num_read, told.num_chosen, ticket.cache_bytes)
     choice["depth"] = depth
     return choice
-
-
-def cost(served: Served, ticket: Ticket, num_chosen: Mapping[int, int]) -> Cost:
-    config = served.model.config
-    element = served.model.embed_tokens.weight.element_size()
-    return {
-        "flops_share": flops.spent_share(config, ticket.num_read, num_chosen),
-        "cache_bytes": ticket.cache_bytes,
-        "dense_cache_bytes": flops.cache_bytes(flops.dense(config), ticket.num_read, value_bytes=element),
-    }
 
 
 class Envelope:

@@ -1,6 +1,7 @@
 """What stands before every route: the size of a body, the API key; and errors in the shape that clients read."""
 
 import asyncio
+import base64
 import hmac
 import json
 from collections.abc import Mapping, Sequence
@@ -130,23 +131,33 @@ class BodyLimit:
 
 
 class KeyCheck:
-    """Asks for `Authorization: Bearer KEY` on every route but /health."""
+    """Asks for `Authorization: Bearer KEY` on every route but /health; a browser may send the key as a password."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
-        self.app, self.expected = app, f"Bearer {key}".encode()
+        self.app, self.expected = app, key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self.expected):
+            if not hmac.compare_digest(key_in(given), self.expected):
                 refused = Refused(
                     401,
                     "the API key is missing or wrong: send it as Authorization: Bearer KEY",
                     code="invalid_api_key",
-                    headers={"WWW-Authenticate": "Bearer"},
+                    # For browsers, which read one challenge at most: clients send their key unasked.
+                    headers={"WWW-Authenticate": 'Basic realm="modepth"'},
                 )
                 return await refused.response()(scope, receive, send)
         return await self.app(scope, receive, send)
+
+
+def key_in(header: bytes) -> bytes:
+    """The key of a client's header, or of a browser's, which asks its user for a name and a password."""
+    kind, _, value = header.partition(b" ")
+    if kind == b"Basic":
+        with suppress(ValueError):
+            return base64.b64decode(value, validate=True).partition(b":")[2]
+    return value if kind == b"Bearer" else b""
 
 
 def compact(value: object) -> str:

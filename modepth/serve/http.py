@@ -2,6 +2,7 @@
 
 /v1/models  /v1/completions  /v1/chat/completions   as OpenAI's clients call them
 /v1/depth                                           which layers compute each token of a text, and their scores
+/  /v1/run                                         the page; the rows of a run, while it trains
 /health  /ready  /metrics                           alive; loaded; counts for Prometheus
 """
 
@@ -11,14 +12,15 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Query
 from fastapi import Request as HttpRequest
 from fastapi.concurrency import run_in_threadpool
-from fastapi.responses import PlainTextResponse
+from fastapi.responses import HTMLResponse, PlainTextResponse
 
 from modepth import flops
+from modepth.page import live_page
 from modepth.serve import metrics
 from modepth.serve.answers import Envelope, chat_choice, chat_requests, completion_requests, text_choice
 from modepth.serve.calls import Call
@@ -34,8 +36,10 @@ from modepth.serve.protocol import (
     ErrorAnswer,
     ModelCard,
     ModelList,
+    RunRows,
     Status,
 )
+from modepth.serve.rows import rows_since
 from modepth.serve.served import Served
 from modepth.serve.worker import Worker
 
@@ -109,6 +113,7 @@ def make_app(server: Server) -> FastAPI:
     if server.settings.api_key is not None:
         app.add_middleware(KeyCheck, key=server.settings.api_key)
     add_supervision(app, server)
+    add_page(app, server)
     add_models(app, server)
     add_completions(app, server)
     return app
@@ -128,6 +133,20 @@ def add_supervision(app: FastAPI, server: Server) -> None:
     async def counts() -> PlainTextResponse:
         _, worker = server.ready()
         return PlainTextResponse(metrics.text(worker.engine, worker.latencies))
+
+
+def add_page(app: FastAPI, server: Server) -> None:
+    @app.get("/", include_in_schema=False)
+    async def page() -> HTMLResponse:
+        return HTMLResponse(live_page(), headers={"Cache-Control": "no-cache"})
+
+    @app.get("/v1/run", responses=errors(400, 401, 404, 503))
+    def run(start: Annotated[int, Query(ge=0)] = 0, log: str = "") -> RunRows:
+        """The rows of the run's log from `start` on, if those before are of the same `log`: else all."""
+        served, _ = server.ready()
+        if served.log is None:
+            raise Refused(404, f"{served.name!r} is no training run with a log", code="no_log")
+        return rows_since(served.name, served.log, start, log)
 
 
 def add_models(app: FastAPI, server: Server) -> None:
@@ -192,5 +211,6 @@ def card_of(served: Served) -> ModelCard:
             "capacity": None if config.routing is None else config.routing.capacity,
             "dial": list(served.dial),
             "chat": served.template is not None,
+            "log": served.log is not None,
         },
     }

@@ -9,6 +9,9 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import TypedDict
 
+from modepth.depth import Cost
+from modepth.depth import Depth as TextDepth
+
 Text = Annotated[str, Field(min_length=1)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[Token], Field(min_length=1)]
@@ -101,6 +104,7 @@ class ModelFacts(TypedDict):
     capacity: float | None  # None: dense
     dial: list[float]
     chat: bool
+    log: bool  # whether /v1/run has its rows
 
 
 class ModelCard(TypedDict):
@@ -122,19 +126,12 @@ class Usage(TypedDict):
     total_tokens: int
 
 
-class Cost(TypedDict):
-    """What a request took of what the dense model would have."""
-
-    flops_share: float
-    cache_bytes: int
-    dense_cache_bytes: int
-
-
 class Depth(TypedDict):
     """Tokens, the prompt's first, and the layers that computed each but the last, which was not read."""
 
     tokens: list[str]
     layers: list[list[int]]
+    scores: list[list[float]]  # of the routed layers
     cost: NotRequired[Cost]  # at the end
 
 
@@ -157,19 +154,16 @@ class Completion(TypedDict):
     usage: NotRequired[Usage | None]
 
 
-class DepthToken(TypedDict):
-    id: int
-    text: str
-    layers: list[int]  # that computed it
-    scores: list[float]  # of the routed layers, in order
-    routed: list[bool]  # by the routed layers, in order
-
-
-class DepthAnswer(TypedDict):
+class DepthAnswer(TextDepth):
     model: str
     capacity: float | None
-    num_layers: int
-    routed_layers: list[int]
-    thresholds: list[float | None]  # of the routed layers; None where the decision is not by a threshold
-    tokens: list[DepthToken]
-    cost: Cost
+
+
+class RunRows(TypedDict):
+    """The rows of a run's log from `start` on: all of them where the caller's were those of another log."""
+
+    run: str
+    log: str
+    start: int
+    rows: list[dict[str, Any]]
+    seconds_since: float | None  # the last one was written; None: there is none

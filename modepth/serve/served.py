@@ -14,6 +14,7 @@ from modepth.config import RoutingConfig
 from modepth.model import Transformer
 from modepth.run import load_native, require_transformers
 from modepth.run_data import data_of, held_out_tokens
+from modepth.runlog import RunLog
 from modepth.serve.chat import ChatTemplate, find_template
 from modepth.textfile import replace_text
 from modepth.tokenizer import Tokenizer, load_tokenizer
@@ -34,6 +35,7 @@ class Served:
     tokenizer: Tokenizer
     template: ChatTemplate | None = None
     dial: Mapping[float, RoutingConfig]
+    log: RunLog | None = None  # of the run, if it is one
 
     def routing(self, capacity: float | None) -> RoutingConfig | None:
         """The setting that a request asks for; None: the model's own rule, as training left it."""
@@ -61,6 +63,7 @@ def open_served(
         raise ValueError(
             f"{folder}: the tokenizer has {tokenizer.vocab_size} ids, the model only {model.config.vocab_size}"
         )
+    log = RunLog(folder)
     dial = read_dial(folder, model) or make_dial(folder, model, settings, data)
     return Served(
         name=name or folder.resolve().name,
@@ -68,6 +71,7 @@ def open_served(
         tokenizer=tokenizer,
         template=find_template(folder, tokenizer),
         dial=dial,
+        log=log if log.path.exists() else None,
     )
 
 

@@ -1,9 +1,9 @@
 """What a request may want to know besides its tokens: each a `Watch` of the engine.
 
-layers_used     the layers that computed each token that was read
-router_scores   what each routed layer decided by, and whether it computed the token
 next_logprobs   how likely the token after each one that was read was, prompt included
 drawn_logprobs  the same of new tokens alone
+
+`modepth.depth` has two more: layers_used and router_scores.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,6 @@ import torch
 
 from modepth.generation import Reading
 from modepth.model import Transformer
-from modepth.selection import rule_score
 
 
 class Alternative(NamedTuple):
@@ -26,28 +25,6 @@ class NextToken(NamedTuple):
 
     logprob: float
     top: tuple[Alternative, ...]
-
-
-def layers_used(model: Transformer, reading: Reading, number: int) -> list[tuple[int, ...]]:
-    return reading.layers_used(number)
-
-
-class Score(NamedTuple):
-    """What a layer made of a token; the score is the one that its rule looks at."""
-
-    layer: int
-    score: float
-    routed: bool
-
-
-def router_scores(model: Transformer, reading: Reading, number: int) -> list[tuple[Score, ...]]:
-    part, config = reading.parts[number], model.config.routing
-    by_layer = []
-    for routing in reading.routings:
-        assert config is not None  # or nothing is routed
-        scores, chosen = rule_score(routing, config.rule)[0, part].tolist(), routing.chosen_BT[0, part].tolist()
-        by_layer.append([Score(routing.layer, *each) for each in zip(scores, chosen, strict=True)])
-    return list(zip(*by_layer, strict=True)) if by_layer else [()] * (part.stop - part.start)
 
 
 def next_logprobs(model: Transformer, reading: Reading, number: int, top: int) -> list[NextToken]:
