@@ -30,7 +30,7 @@ from modepth.flops import layer_flops
 from modepth.hf import calibrate, convert, train_routers_only
 from modepth.hf.adoption import Adopted
 from modepth.hf.folder import open_model
-from modepth.hf.model import RoutedModel, decoder_layers
+from modepth.hf.model import decoder_layers
 from modepth.run import open_data, train
 from modepth.train import windows_to_batch
 
@@ -54,14 +54,13 @@ class Arm:
 
 ARMS = [
     Arm("dense"),
-    Arm("attention 25 %, -10 %", "attention", 16, 0.25),
-    Arm("attention 50 %, -10 %", "attention", 24, 0.5),
-    Arm("block 25 %, -10 %", "block", 4, 0.25),
-    Arm("block 50 %, -10 %", "block", 6, 0.5),
-    Arm("block 50 %, -15 %", "block", 9, 0.5),
-    Arm("block 50 %, -25 %", "block", 15, 0.5),
-    Arm("attention 25 %, random", "attention", 16, 0.25, "random"),
-    Arm("block 50 %, random", "block", 6, 0.5, "random"),
+    Arm("block 50 %, 6 layers", "block", 6, 0.5),
+    Arm("block 50 %, 15 layers", "block", 15, 0.5),
+    Arm("attention 25 %, 16 layers", "attention", 16, 0.25),
+    Arm("random block 50 %, 6 layers", "block", 6, 0.5, "random"),
+    Arm("block 50 %, 9 layers", "block", 9, 0.5),
+    Arm("block 25 %, 4 layers", "block", 4, 0.25),
+    Arm("attention 50 %, 24 layers", "attention", 24, 0.5),
 ]
 
 
@@ -139,26 +138,29 @@ def routing_of(arm: Arm, work: Path) -> RoutingConfig:
 # -- tuning and measuring
 
 
-def tuned(arm: Arm, work: Path, num_tokens: int) -> Adopted:
+def converted(arm: Arm, work: Path) -> Adopted:
+    base = open_model(work / "model")
+    if arm.num_layers:
+        torch.manual_seed(0)
+        base = convert(base, routing_of(arm, work), router_init="normal")
+    return Adopted(base).eval()
+
+
+def tuned(model: Adopted, arm: Arm, work: Path, num_tokens: int) -> Adopted:
     """The arm's model, tuned; runs that are there go on, or are only loaded."""
-    folder, data = work / "runs" / arm.name.replace(" ", "_").replace("%", "p"), work / "data" / "train"
+    folder, data = work / "runs" / folder_name(arm), work / "data" / "train"
     settings = TrainConfig(
         tokens=num_tokens,
         length=LENGTH,
-        batch_size=8,
-        micro_batch=4,
-        learning_rate=1e-4,
+        batch_size=4,
+        learning_rate=2e-4,
         weight_decay=0.0,
         eval_every=1000,
         eval_windows=16,
-        save_every=20,
+        save_every=25,
         keep_checkpoints=1,
-        log_every=1,
+        log_every=5,
     )
-    base = open_model(work / "model")
-    if arm.num_layers:
-        base = convert(base, routing_of(arm, work), router_init="normal")
-    model = Adopted(base)
     opened = open_data(data, model.config)
     if arm.num_layers and arm.selection == "topk":
         train_routers_only(model)
@@ -167,6 +169,10 @@ def tuned(arm: Arm, work: Path, num_tokens: int) -> Adopted:
         model.requires_grad_(True)
     train(model, replace(settings, capacity_warmup=0.3), opened, folder / "all", on_row=say)
     return model.eval()
+
+
+def folder_name(arm: Arm) -> str:
+    return arm.name.replace(" %", "").replace(",", "").replace(" ", "_")
 
 
 def say(row: dict) -> None:
@@ -237,23 +243,24 @@ def study(work: Path, num_tokens: int, names: list[str]) -> None:
     tokens = open_tokens(work / "data" / "train" / "validation.tokens")
     sample = read_windows(tokens, evaluation_windows(tokens, LENGTH)[:16], LENGTH)[:, :LENGTH]
     dense = Adopted(open_model(work / "model")).eval()
-    before = measure(dense, work) if not done else {}
     for arm in ARMS:
         if arm.name in done or (names and arm.name not in names):
             continue
         print(arm.name, flush=True)
-        model = tuned(arm, work, num_tokens)
-        row = {"arm": asdict(arm), "tokens": num_tokens, "untuned_dense": before}
-        if isinstance(model.base, RoutedModel):
-            row["kept_threshold"] = measure(model, work)
-            if arm.selection == "topk":
-                model.config = replace(model.config, routing=calibrate(model.base, sample, arm.capacity))
-        row |= measure(model, work) | decode(model, dense, sample[:1])
+        untuned = calibrated_and_measured(converted(arm, work), arm, sample, work)
+        row = {"arm": asdict(arm), "tokens": num_tokens, "untuned": untuned}
+        model = tuned(converted(arm, work), arm, work, num_tokens)
+        row |= calibrated_and_measured(model, arm, sample, work) | decode(model, dense, sample[:1])
         row["layer_flops_of_dense"] = flops_a_token(model, row["share"]) / flops_a_token(dense, 1.0)
         with rows.open("a") as file:
             file.write(json.dumps(row) + "\n")
-        if arm.selection == "topk" and arm.num_layers:
-            model.base.save_pretrained(work / "tuned" / arm.name.replace(" ", "_").replace("%", "p"))
+        model.base.save_pretrained(work / "tuned" / folder_name(arm))
+
+
+def calibrated_and_measured(model: Adopted, arm: Arm, sample: torch.Tensor, work: Path) -> dict[str, float]:
+    if arm.num_layers and arm.selection == "topk":
+        model.config = replace(model.config, routing=calibrate(model.base, sample, arm.capacity))
+    return measure(model, work)
 
 
 # -- showing
@@ -262,14 +269,14 @@ def study(work: Path, num_tokens: int, names: list[str]) -> None:
 def show(work: Path) -> None:
     rows = [json.loads(line) for line in (work / "rows.jsonl").read_text().splitlines()]
     dense = next(row for row in rows if row["arm"]["name"] == "dense")
-    print("| arm | layer FLOPs | routed | loss | perplexity | against dense tuned | decode time | cache |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| arm | layer FLOPs | routed | untuned | tuned, loss | perplexity | against dense | decode time | cache |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for row in rows:
         saved, worse = row["layer_flops_of_dense"] - 1, row["perplexity"] / dense["perplexity"] - 1
         print(
-            f"| {row['arm']['name']} | {100 * saved:+.1f} % | {100 * row['share']:.1f} % | {row['loss']:.4f} "
-            f"| {row['perplexity']:.2f} | {100 * worse:+.2f} % "
-            f"| {row['decode_time_of_dense']:.3f} | {row['cache_of_dense']:.3f} |"
+            f"| {row['arm']['name']} | {100 * saved:+.1f} % | {100 * row['share']:.1f} % "
+            f"| {row['untuned']['perplexity']:.2f} | {row['loss']:.4f} | {row['perplexity']:.2f} "
+            f"| {100 * worse:+.2f} % | {row['decode_time_of_dense']:.3f} | {row['cache_of_dense']:.3f} |"
         )
 
 
