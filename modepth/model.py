@@ -14,26 +14,24 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from modepth.adopted import AnyConfig
 from modepth.blocks import Context, rotary
 from modepth.cache import Cache, NewTokens
 from modepth.config import Mode, ModelConfig, RoutingConfig
+from modepth.cross_entropy import loss_of_states
 from modepth.decoder_layer import Decisions, Layer, Stream
 from modepth.experts import ExpertRouter, ExpertRouting
 from modepth.losses import all_losses
 from modepth.routing import Router, Routing, real_tokens
 from modepth.validation import check_tensor
 
-IGNORED = -100  # a target that does not count
-
 
 class Output(NamedTuple):
     """What a forward returns. Train on `loss + router_loss`; report `loss`."""
 
-    logits_BTV: Tensor
+    logits_BTV: Tensor | None  # None with targets: the loss is taken without ever having all logits
     loss: Tensor | None  # cross-entropy alone, the mean over real targets; None without targets
     router_losses: dict[str, Tensor]  # by name, unweighted; of mode "topk", whose choices are the targets
     router_loss: Tensor  # their weighted sum, 0 if there are none
@@ -103,7 +101,7 @@ class Transformer(Decoder):
         mode: Mode = "causal",
         routing: RoutingConfig | None = None,
     ) -> Output:
-        """Logits of every position, and the losses if `targets` (B, T) are given.
+        """Logits of every position or, if `targets` (B, T) are given, their loss.
 
         mode      "causal" decides each token by itself, as generation does; "topk" is for training
         lengths   the number of real tokens of each row, (B,), the rest being padding
@@ -113,13 +111,17 @@ class Transformer(Decoder):
         self.check_shapes(tokens_BT, targets)
         stream = self.embed(tokens_BT, lengths)
         stream, routings, experts = self.run_layers(stream, mode, routing)
-        logits_BTV = self.lm_head(self.norm(stream.x_BTD))
-        loss = None if targets is None else language_loss(logits_BTV, targets, stream.real_BT)
+        states_BTD = self.norm(stream.x_BTD)
+        logits_BTV = loss = None
+        if targets is None:
+            logits_BTV = self.lm_head(states_BTD)
+        else:
+            loss = loss_of_states(states_BTD, self.lm_head.weight, targets, stream.real_BT)
         losses: dict[str, Tensor] = {}
-        router_loss = logits_BTV.new_zeros(())
+        router_loss = states_BTD.new_zeros(())
         if mode == "topk":
             losses, router_loss = all_losses(routings, routing, experts, self.config.experts)
-        return Output(logits_BTV, loss, losses, router_loss.to(logits_BTV.device), routings, experts)
+        return Output(logits_BTV, loss, losses, router_loss.to(states_BTD.device), routings, experts)
 
     def embed(self, tokens_BT: Tensor, lengths: Tensor | None = None) -> Stream:
         """What the first layer is given."""
@@ -224,14 +226,6 @@ class Transformer(Decoder):
             # Not the reentrant kind: that one drops the gradient of the router losses.
             return checkpoint(layer, stream, mode, routing, use_reentrant=False)
         return layer(stream, mode, routing)
-
-
-def language_loss(logits_BTV: Tensor, targets_BT: Tensor, real_BT: Tensor) -> Tensor:
-    """Mean cross-entropy over the real targets, 0 if there are none."""
-    targets_BT = targets_BT.long().masked_fill(~real_BT, IGNORED)
-    wide = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
-    total = F.cross_entropy(wide.flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED, reduction="sum")
-    return total / (targets_BT != IGNORED).sum().clamp(min=1)
 
 
 # -- tokens, where they enter

@@ -83,7 +83,7 @@ class LossesOnly(nn.Module):
     def forward(self, *arguments: Any, **options: Any) -> Output:
         out: Output = self.model(*arguments, **options)
         return out._replace(
-            logits_BTV=out.logits_BTV.detach(),
+            logits_BTV=None,
             router_losses={name: loss.detach() for name, loss in out.router_losses.items()},
             routings=tuple(detached(routing) for routing in out.routings),
             experts=tuple(detached(experts) for experts in out.experts),

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from modepth.config import Mode, TrainConfig
+from modepth.cross_entropy import IGNORED
 from modepth.cutoffs import Place, cutoff_score, lowest_by_place, mean_cutoffs
 from modepth.data import TokenFile, evaluation_windows, read_windows
 from modepth.experts import ExpertRouting
-from modepth.model import IGNORED, Output
+from modepth.model import Output
 from modepth.parallel import clip_gradients, release, sync_gradients
 from modepth.routing import Routing, real_tokens
 from modepth.validation import check_count

@@ -336,9 +336,9 @@ def step_with_poison(world, parallel, place):
     train_step(forward, optimizer, batch, config, world)
     before = whole(model_tensors(model))
     if world.rank == 1 and place == "gradient":
-        model.lm_head.register_full_backward_hook(lambda module, into, out: (into[0] * float("inf"),))
+        model.norm.register_full_backward_hook(lambda module, into, out: (into[0] * float("inf"),))
     elif world.rank == 1:
-        where = model.lm_head if place == "loss" else model.layers[1].router.score
+        where = model.norm if place == "loss" else model.layers[1].router.score
         where.register_forward_hook(lambda module, arguments, out: out * float("nan"))
     result = train_step(forward, optimizer, batch, config, world)
     return result.problem, before, whole(model_tensors(model))

@@ -205,7 +205,7 @@ def poison(model, steps):
     def hook(module, arguments, out):
         return out * math.nan if model.training and next(seen) in steps else out
 
-    model.lm_head.register_forward_hook(hook)
+    model.norm.register_forward_hook(hook)
 
 
 def test_a_good_step_between_bad_ones_starts_their_count_anew(data, tmp_path):

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from modepth.adopted import AdoptedConfig, Costs
 from modepth.config import Mode, RoutingConfig
+from modepth.cross_entropy import loss_of_logits
 from modepth.hf.classes import base_of, model_class
 from modepth.hf.convert import layer_flops
 from modepth.hf.model import (
@@ -22,7 +23,7 @@ from modepth.hf.model import (
     set_routing,
 )
 from modepth.losses import router_losses, weighted_sum
-from modepth.model import Decoder, Output, language_loss
+from modepth.model import Decoder, Output
 from modepth.routing import real_tokens
 from modepth.tokenizer import LibraryTokenizer, as_library, load_tokenizer
 
@@ -80,13 +81,15 @@ class Adopted(Decoder):
         return out._replace(router_losses=losses, router_loss=router_loss, routings=routings)
 
     def measured(self, tokens_BT: Tensor, targets: Tensor | None, lengths: Tensor | None) -> Output:
-        """Logits and the language-model loss, whatever the routing."""
+        """Logits or the language-model loss, whatever the routing."""
         real_BT = torch.ones_like(tokens_BT, dtype=torch.bool)
         if lengths is not None:
             real_BT = real_tokens(lengths, *tokens_BT.shape)
         logits_BTV = self.base(input_ids=tokens_BT, attention_mask=real_BT.long(), use_cache=False).logits
-        loss = None if targets is None else language_loss(logits_BTV, targets, real_BT)
-        return Output(logits_BTV, loss, {}, logits_BTV.new_zeros(()), ())
+        nothing = logits_BTV.new_zeros(())
+        if targets is None:
+            return Output(logits_BTV, None, {}, nothing, ())
+        return Output(None, loss_of_logits(logits_BTV, targets, real_BT), {}, nothing, ())
 
 
 def adopted_config(model: PreTrainedModel) -> AdoptedConfig:
