@@ -4,7 +4,7 @@
 # make docs        the documentation as a site, in site/; a warning is an error
 # make mutants     break the core in named ways and see which law catches each
 # make families    convert a tiny model of every family of transformers, and print what came of it
-# make bench       training steps of routed models against dense ones, beside their FLOPs
+# make bench       training, prefill and generation beside transformers and the peers; hours, goes on where it was
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
@@ -35,7 +35,7 @@ families: $(INSTALLED)
 	$(BIN)/python -m tests.scan_families --write
 
 bench: $(INSTALLED)
-	$(BIN)/python benchmarks/train.py
+	$(BIN)/modepth bench results/bench --peers .peers
 
 # torch first and alone: resolved together with others, it may come as a newer build.
 $(INSTALLED): pyproject.toml constraints.txt

@@ -6,7 +6,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from modepth.commands import convert, data, demo, flops, generate, inspect, report, serve, sweep, train
+from modepth.commands import bench, convert, data, demo, flops, generate, inspect, report, serve, sweep, train
 from modepth.commands.table import printable
 from modepth.run import DivergedError, Stopped
 
@@ -35,6 +35,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="modepth", description="Mixture-of-Depths for PyTorch.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (demo, flops, data, train, inspect, generate, report, sweep, convert, serve):
+    for command in (demo, flops, data, train, inspect, generate, report, sweep, convert, serve, bench):
         command.add(commands)
     return parser

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from modepth.blocks import Attention, Context, FeedForward
 from modepth.config import Mode, ModelConfig, RoutingConfig
 from modepth.experts import ExpertRouting, Experts
+from modepth.fused import RMSNorm
 from modepth.routing import Router, Routing, apply_routed
 
 
@@ -35,9 +36,9 @@ class Layer(nn.Module):
 
     def __init__(self, config: ModelConfig, number: int) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.input_layernorm = RMSNorm(config.dim, eps=config.norm_eps)
         self.self_attn = Attention(config, number)
-        self.post_attention_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.dim, eps=config.norm_eps)
         self.mlp = Experts(config, number) if number in config.expert_layers else FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
         self.router: Router | None = None

@@ -23,6 +23,7 @@ from modepth.config import Mode, ModelConfig, RoutingConfig
 from modepth.cross_entropy import loss_of_states
 from modepth.decoder_layer import Decisions, Layer, Stream
 from modepth.experts import ExpertRouter, ExpertRouting
+from modepth.fused import RMSNorm
 from modepth.losses import all_losses
 from modepth.routing import Router, Routing, real_tokens
 from modepth.validation import check_tensor
@@ -71,7 +72,7 @@ class Transformer(Decoder):
         self.checkpoint_activations = checkpoint_activations
         self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(Layer(config, number) for number in range(config.num_layers))
-        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.embed_tokens.weight

@@ -1,0 +1,132 @@
+"""`modepth bench`: contestants compute the same, what is compared is what was measured."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from modepth.bench import contest
+from modepth.bench.contest import Shape, compared, run_cell
+from modepth.bench.table import bench_table
+from modepth.bench.worker import Bench
+from modepth.cli import main
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(contest, "LAYERS", {64: 3})
+    monkeypatch.setattr(contest, "DECODE_LAYERS", 3)
+    monkeypatch.setattr(contest, "PROMPT", 30)
+    monkeypatch.setattr(contest, "NEW_TOKENS", 5)
+
+
+@pytest.mark.usefixtures("small")
+def test_contestants_of_a_training_cell_compute_the_same_tokens_and_weigh_the_same():
+    rows = {row["contestant"]: row for row in run_cell(Shape("train", 64, 128, 2, 0.25), 2, 1, None)}
+    assert list(rows) == ["dense", "routed", "llama", "converted"]
+    assert rows["dense"]["computed"] == rows["llama"]["computed"] == [256, 256, 256]
+    assert rows["routed"]["computed"] == rows["converted"]["computed"] == [256, 64, 256]
+    assert rows["dense"]["parameters"] == rows["llama"]["parameters"]
+    assert rows["routed"]["parameters"] == rows["converted"]["parameters"] == rows["dense"]["parameters"] + 64
+    assert rows["routed"]["peak_bytes"] < 0.95 * rows["dense"]["peak_bytes"]
+    assert 0 < rows["routed"]["lowest"] <= rows["routed"]["of_dense"] <= rows["routed"]["highest"]
+    assert rows["dense"]["of_dense"] == 1.0
+
+
+@pytest.mark.usefixtures("small")
+def test_a_peer_that_does_not_run_is_a_row_that_says_why(monkeypatch):
+    monkeypatch.setattr(contest, "peer_python", lambda folder, name: Path(sys.executable) if name == "soup" else None)
+    monkeypatch.setattr(
+        contest, "CONTESTANTS", {name: contest.CONTESTANTS[name] for name in ("dense", "routed", "soup")}
+    )
+    rows = {row["contestant"]: row for row in run_cell(Shape("prefill", 64, 128, 2, 0.25), 1, 1, Path("peers"))}
+    assert rows["soup"]["failed"] == "soup cannot build: ModuleNotFoundError: No module named 'soup_cli'"
+    assert rows["routed"]["of_dense"] > 0
+
+
+@pytest.mark.usefixtures("small")
+def test_a_generation_is_compared_with_the_least_that_it_could_take():
+    rows = {row["contestant"]: row for row in run_cell(Shape("decode", 64, 35, 2, 0.25), 1, 1, None)}
+    assert list(rows) == ["dense", "routed", "llama", "converted"]
+    assert 0 < rows["routed"]["ideal_of_dense"] < 1.5
+    assert "ideal_of_dense" not in rows["converted"]
+
+
+def test_ratios_are_those_of_each_round_and_the_ideal_swaps_the_routed_blocks():
+    times = {
+        "dense": [{"seconds": 2.0, "blocks": 1.0}, {"seconds": 4.0, "blocks": 2.0}, {"seconds": 1.0, "blocks": 0.5}],
+        "routed": [{"seconds": 1.5, "blocks": 0.2}, {"seconds": 2.0, "blocks": 0.4}, {"seconds": 0.9, "blocks": 0.1}],
+    }
+    row = compared(times, "routed")
+    assert row == {"ms": 1500.0, "of_dense": 0.75, "lowest": 0.5, "highest": 0.9, "ideal_of_dense": 0.6}
+
+
+@pytest.mark.parametrize("size", [10**6, 2 * 10**6])
+def test_peak_memory_is_what_a_step_allocates_beyond_weights_and_gradients(size):
+    bench = Bench("anywhere.py")
+    bench.model = torch.nn.Linear(1, 1, bias=False)
+    bench.optimizer = torch.optim.AdamW(bench.model.parameters())
+    bench.tokens = None
+    bench.entry = SimpleNamespace(loss=lambda _: (bench.model.weight * torch.ones(size)).sum())
+    assert bench.memory()["peak"] == pytest.approx(8 * size, rel=0.01)
+
+
+def row_of(contestant, of_dense, **more):
+    cell = {"task": "train", "dim": 256, "length": 1024, "batch": 4, "capacity": 0.125, "flop_ratio": 0.62}
+    return {"contestant": contestant, **cell, "of_dense": of_dense, "lowest": of_dense, "highest": of_dense, **more}
+
+
+ROWS = [
+    row_of("dense", 1.0, peak_bytes=200),
+    row_of("routed", 0.6, peak_bytes=100),
+    row_of("llama", 1.25, peak_bytes=300),
+    row_of("converted", 0.75, peak_bytes=200),
+    row_of("soup", 0.0, failed="soup cannot build: it is too hot"),
+]
+
+
+def test_a_line_of_the_table_has_ratios_to_dense_and_of_the_converted_to_its_own_base():
+    head, line = bench_table(ROWS)
+    assert dict(zip(head, line, strict=True)) == {
+        "task": "train",
+        "dim": "256",
+        "length": "1024",
+        "batch": "4",
+        "capacity": "0.125",
+        "routed": "0.600 (0.60-0.60)",
+        "least": "0.620",
+        "converted": "0.600",
+        "llama": "1.250 (1.25-1.25)",
+        "soup": "failed",
+        "mixture_of_depth": "",
+        "memory": "0.500",
+    }
+
+
+COMMAND = ["--tasks", "train", "--dims", "256", "--lengths", "1024", "--capacities", "0.125"]
+
+
+def test_a_bench_goes_on_where_it_was(tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    assert main(["bench", str(tmp_path), *COMMAND]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["measured"] == 0
+    assert "0.600 (0.60-0.60)" in (tmp_path / "table.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--dims", "300"], "--dims must be among 256, 512, 1024, got 300"),
+        (["--capacities", "1.5"], "capacity must be a number in (0, 1], got 1.5"),
+        (["--tasks", "sing"], "--tasks must be one of"),
+        (["--rounds", "0"], "--rounds must be a whole number >= 1, got 0"),
+        (["--threads", "0"], "--threads must be a whole number >= 1, got 0"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_is(tmp_path, capsys, flags, message):
+    assert main(["bench", str(tmp_path / "out"), *flags]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
