@@ -1,10 +1,11 @@
 """The server under load: tokens a second and waiting times, routed and dense, at 1 to 64 parallel streams.
 
-    python benchmarks/serve.py [--quick] [--out FILE]
+    python benchmarks/serve.py [--quick] [--threads N] [--rounds N] [--out FILE]
 
-One process serves, this one asks over HTTP. Beside each row stands the bare decode loop at that batch (`advance` on
-the same rows, no server), and one stream after the other. Then long prompts arrive while streams run: the time between
-the tokens of those, against the median step. Weights are random, thresholds calibrated. Last line: JSON.
+A process serves each model, this one asks them in turns over HTTP; a row has the medians of the rounds. Beside it is
+the bare decode loop at that batch (`advance` on the same rows, no server) with as many threads. Then long prompts
+arrive while streams run: the time between the tokens of those, against the median step. Weights are random, thresholds
+calibrated. Last line: JSON.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import platform
 import statistics
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -60,7 +62,7 @@ class Size(NamedTuple):
     long_prompt: int
 
 
-FULL = Size(dim=512, layers=12, prompt=64, new=128, streams=(1, 4, 16, 64), long_prompt=768)
+FULL = Size(dim=512, layers=12, prompt=64, new=64, streams=(1, 4, 16, 64), long_prompt=768)
 QUICK = Size(dim=64, layers=4, prompt=8, new=12, streams=(1, 4), long_prompt=64)
 
 
@@ -75,8 +77,9 @@ def models_of(size: Size) -> dict[str, tuple[Transformer, RoutingConfig | None]]
     return {"dense": (dense, None), "MoD": (routed, calibrate(routed, held_out, CAPACITY))}
 
 
-def serve_one(name: str, size: Size, port: Any) -> None:
+def serve_one(name: str, size: Size, threads: int, port: Any) -> None:
     """In a process of its own: one of the two models, its port told through a pipe."""
+    torch.set_num_threads(threads)
     model, routing = models_of(size)[name]
     listener = new_listener("127.0.0.1", 0)
     port.send(listener.getsockname()[1])
@@ -160,35 +163,54 @@ def row_of(streams: Sequence[Stream]) -> dict[str, float]:
     gaps = [gap for each in streams for gap in each.gaps]
     firsts = [each.first for each in streams]
     named = {"first_p50": (firsts, 0.5), "first_p95": (firsts, 0.95), "gap_p50": (gaps, 0.5), "gap_p95": (gaps, 0.95)}
-    return {"tokens_per_second": round(tokens / seconds, 2)} | {
-        f"{name}_ms": round(1000 * quantile(*how), 2) for name, how in named.items()
+    return {"tokens_per_second": tokens / seconds} | {
+        f"{name}_ms": 1000 * quantile(*how) for name, how in named.items()
     }
 
 
-async def measure(name: str, url: str, size: Size) -> list[dict[str, Any]]:
-    model, routing = models_of(size)[name]
-    capacity = None if routing is None else CAPACITY
+async def measure(urls: dict[str, str], size: Size, rounds: int) -> list[dict[str, Any]]:
+    models, limits = models_of(size), httpx.Limits(max_connections=200)
     rows = []
-    async with httpx.AsyncClient(base_url=url, timeout=600, limits=httpx.Limits(max_connections=200)) as client:
-        await ready(client)
-        await parallel(client, 2, size, capacity)  # to warm up
+    async with AsyncExitStack() as stack:
+        clients = {
+            name: await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=600, limits=limits))
+            for name, url in urls.items()
+        }
+        for name, client in clients.items():
+            await ready(client)
+            await parallel(client, 2, size, capacity_of(models[name][1]))  # to warm up
         for count in size.streams:
-            row = {"model": name, "streams": count, **row_of(await parallel(client, count, size, capacity))}
-            rate, step = bare(model, routing, count, size)
-            company, long = await in_company(client, count, size, capacity)
-            gaps = [gap for each in company for gap in each.gaps]
-            row |= {
-                "bare_tokens_per_second": round(rate, 2),
-                "bare_step_ms": round(1000 * step, 2),
-                "over_bare": round(row["tokens_per_second"] / rate, 4),
-                "gap_p95_with_long_prompts_ms": round(1000 * quantile(gaps, 0.95), 2),
-                "long_prompts": len(long),
-                "long_first_p50_ms": round(1000 * statistics.median(each.first for each in long), 2),
-            }
-            row["gap_p95_over_median_step"] = round(row["gap_p95_with_long_prompts_ms"] / row["bare_step_ms"], 4)
-            rows.append(row)
-            print(json.dumps(row))
+            found: dict[str, list[dict[str, float]]] = {name: [] for name in clients}
+            for _ in range(rounds):
+                for name, client in clients.items():
+                    found[name].append(await one_round(client, *models[name], count, size))
+            for name, of_rounds in found.items():
+                medians = {key: round(statistics.median(each[key] for each in of_rounds), 4) for key in of_rounds[0]}
+                rows.append({"model": name, "streams": count, **medians})
+                print(json.dumps(rows[-1]), flush=True)
     return rows
+
+
+def capacity_of(routing: RoutingConfig | None) -> float | None:
+    return None if routing is None else CAPACITY
+
+
+async def one_round(
+    client: httpx.AsyncClient, model: Transformer, routing: RoutingConfig | None, count: int, size: Size
+) -> dict[str, float]:
+    row = row_of(await parallel(client, count, size, capacity_of(routing)))
+    rate, step = bare(model, routing, count, size)
+    company, long = await in_company(client, count, size, capacity_of(routing))
+    gap = quantile([gap for each in company for gap in each.gaps], 0.95)
+    return row | {
+        "bare_tokens_per_second": rate,
+        "bare_step_ms": 1000 * step,
+        "over_bare": row["tokens_per_second"] / rate,
+        "gap_p95_with_long_prompts_ms": 1000 * gap,
+        "gap_p95_over_median_step": gap / step,
+        "long_prompts": len(long),
+        "long_first_p50_ms": 1000 * statistics.median(each.first for each in long),
+    }
 
 
 async def ready(client: httpx.AsyncClient) -> None:
@@ -214,24 +236,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tiny model, few tokens: to see that it runs")
     parser.add_argument("--out", type=Path, help="also write the rows here, as JSON lines")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of a model (default: torch's)")
+    parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
     options = parser.parse_args()
+    torch.set_num_threads(options.threads)
     size = QUICK if options.quick else FULL
     processes = multiprocessing.get_context("spawn")
-    rows = []
+    servers, urls = [], {}
     for name in ("dense", "MoD"):
         receiver, sender = processes.Pipe(duplex=False)
-        process = processes.Process(target=serve_one, args=(name, size, sender))
-        process.start()
-        try:
-            rows += asyncio.run(measure(name, f"http://127.0.0.1:{receiver.recv()}", size))
-        finally:
+        servers.append(processes.Process(target=serve_one, args=(name, size, options.threads, sender)))
+        servers[-1].start()
+        urls[name] = f"http://127.0.0.1:{receiver.recv()}"
+    try:
+        rows = asyncio.run(measure(urls, size, options.rounds))
+    finally:
+        for process in servers:
             process.terminate()
             process.join()
     compare(rows)
-    machine = {"torch": torch.__version__, "threads": torch.get_num_threads(), "machine": platform.machine()}
+    machine = {"torch": torch.__version__, "threads": options.threads, "machine": platform.machine()}
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text("".join(json.dumps({**row, **machine}) + "\n" for row in rows))
+        options.out.write_text("".join(json.dumps({**row, "rounds": options.rounds, **machine}) + "\n" for row in rows))
     print(json.dumps({"rows": rows, **machine}))
 
 

@@ -17,6 +17,7 @@ from modepth.depth import layers_used, router_scores
 from modepth.flops import forward_flops, spent_share
 from modepth.generation import generate
 from modepth.sampling import Sampling
+from modepth.serve import pace
 from modepth.serve.engine import BusyError, Engine, Limits, Request, next_counts, share_out
 from modepth.serve.watch import drawn_logprobs, next_logprobs
 from modepth.tokenizer import ByteTokenizer
@@ -138,11 +139,21 @@ def test_a_budget_is_shared_out_fairly(wanted, budget):
     assert not cut or max(shares) - min(cut) <= 1  # who got less than they wanted got no less than anybody
     assert not cut or sum(shares) >= min(budget, sum(wanted))
     prompts = [want + 1 for want in wanted]
-    pieces = share_out(prompts, min(512, budget * len(prompts)))
-    assert next_counts([1, *prompts, 1], Limits(prompt_piece=budget)) == [1, *pieces, 1]
-    many = [1] * 200
-    assert next_counts([*many, *prompts], Limits(prompt_piece=5)) == [*many, *share_out(prompts, 100)]
+    assert next_counts([1, *prompts, 1], Limits(prompt_piece=budget)) == [1, *share_out(prompts, budget), 1]
+    many = [1] * 201
+    assert next_counts([*many, *prompts], Limits(prompt_piece=5)) == [*many, *share_out(prompts, 5 + 80)]
     assert next_counts(prompts, Limits(prompt_piece=1)) == share_out(prompts, 512)
+
+
+@pytest.mark.parametrize(("fixed", "piece"), [(0.0, 1), (4.0, 2), (40.0, 16), (1e9, 512)])
+def test_the_piece_is_the_largest_that_lengthens_a_step_by_two_fifths_at_most(monkeypatch, fixed, piece):
+    monkeypatch.setattr(pace, "step_seconds", lambda model, num_tokens: fixed + num_tokens)
+    assert pace.with_measured_piece(Limits(), tiny_model(max_length=2048)).prompt_piece == piece
+
+
+def test_no_piece_is_longer_than_the_model_reads(monkeypatch):
+    monkeypatch.setattr(pace, "step_seconds", lambda model, num_tokens: 1.0)
+    assert pace.with_measured_piece(Limits(), tiny_model(max_length=12)).prompt_piece == 8
 
 
 # -- admission

@@ -8,6 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from tqdm import tqdm
 
 from modepth.commands.table import print_table
@@ -51,8 +52,6 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 def run(options: argparse.Namespace) -> None:
     if importlib.util.find_spec("transformers") is None:
         raise ImportError("this needs transformers: pip install 'modepth[hf]'")
-    import torch  # noqa: PLC0415 - slow to import
-
     from modepth.bench.contest import run_cell  # noqa: PLC0415 - needs transformers
     from modepth.bench.peers import install  # noqa: PLC0415
     from modepth.bench.table import bench_table  # noqa: PLC0415

@@ -7,6 +7,10 @@ import os
 import sys
 from pathlib import Path
 
+import torch
+
+from modepth.validation import check_count
+
 EXAMPLES = """\
 examples:
   modepth serve                                  # the small model that comes with the package
@@ -20,7 +24,7 @@ LIMITS = {
     "requests": "requests admitted at once; more are refused with 429",
     "tokens": "tokens of all admitted requests, their prompts and max_tokens",
     "rows": "requests computed together; the others wait",
-    "prompt_piece": "tokens that a prompt reads in a step in which others generate",
+    "prompt_piece": "tokens that prompts read in a step in which one other row generates (default: measured)",
 }
 
 
@@ -41,6 +45,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser.add_argument("--name", help="what the model is called (default: the folder's name)")
     parser.add_argument("--dial", nargs="*", type=float, metavar="SHARE", help="capacities that requests may ask for")
     parser.add_argument("--data", type=Path, metavar="DIR", help="prepared data to calibrate the dial on")
+    parser.add_argument("--threads", type=int, metavar="N", help="of the model's products (default: torch's)")
     parser.add_argument("--drain", type=int, default=30, metavar="S", help="seconds to end in (default: %(default)s)")
     for name, meaning in LIMITS.items():
         parser.add_argument(f"--max-{name.replace('_', '-')}", type=int, metavar="N", help=meaning)
@@ -56,6 +61,9 @@ def run(options: argparse.Namespace) -> None:
     from modepth.serve.listen import new_listener, serve  # noqa: PLC0415
     from modepth.serve.served import SETTINGS, Served, open_served  # noqa: PLC0415
 
+    if options.threads is not None:
+        check_count("--threads", options.threads, low=1)
+        torch.set_num_threads(options.threads)
     given = {name: getattr(options, f"max_{name}") for name in LIMITS}
     settings = Settings(
         limits=Limits(**{name: value for name, value in given.items() if value is not None}),

@@ -31,6 +31,10 @@ Ending = Reason | Literal["cancelled", "failed"]
 ENDINGS: tuple[str, ...] = (*get_args(Reason), "cancelled", "failed")
 
 
+LONGER = 0.4  # the share by which prompts may lengthen a step in which others generate
+UNMEASURED = 8  # tokens
+
+
 class BusyError(Exception):
     """There is no room now; later there may be."""
 
@@ -42,8 +46,8 @@ class Limits:
     requests      admitted at once, computed or waiting
     tokens        of all that are admitted: their prompts, and the most that they may generate
     rows          computed together; the others wait in order
-    prompt_piece  tokens that a prompt reads in a step in which others generate; many of those bear more, so half of
-                  their number for all prompts if that is higher
+    prompt_piece  tokens that all prompts read in a step in which one row generates; more of those bear more.
+                  None: a server measures what its machine can read so; an engine by itself takes 8
     prompt_alone  tokens that all prompts read in a step at most, and in one in which nobody generates
 
     >>> Limits(rows=16).rows
@@ -53,12 +57,13 @@ class Limits:
     requests: int = 256
     tokens: int = 2**18
     rows: int = 64
-    prompt_piece: int = 8
+    prompt_piece: int | None = None
     prompt_alone: int = 512
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            check_count(each.name, getattr(self, each.name), low=1)
+            if each.name != "prompt_piece" or self.prompt_piece is not None:
+                check_count(each.name, getattr(self, each.name), low=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,14 +270,15 @@ class Engine:
 def next_counts(unread: Sequence[int], limits: Limits) -> list[int]:
     """How many tokens each row reads: one where a row has only its last one left, the prompts share a piece.
 
-    >>> next_counts([1, 100, 9, 1], Limits(prompt_piece=16))
-    [1, 23, 9, 1]
+    >>> next_counts([1, 100, 9, 1, 1, 1], Limits(prompt_piece=31))
+    [1, 23, 9, 1, 1, 1]
     """
     prompts = [number for number, count in enumerate(unread) if count > 1]
     num_generating = len(unread) - len(prompts)
     piece = limits.prompt_alone
     if num_generating:
-        piece = min(piece, max(limits.prompt_piece * len(prompts), num_generating // 2))
+        of_one = UNMEASURED if limits.prompt_piece is None else limits.prompt_piece
+        piece = min(piece, of_one + int(LONGER * (num_generating - 1)))
     counts = [1] * len(unread)
     for number, share in zip(prompts, share_out([unread[number] for number in prompts], piece), strict=True):
         counts[number] = share

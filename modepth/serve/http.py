@@ -27,6 +27,7 @@ from modepth.serve.calls import Call
 from modepth.serve.depth import depth_answer, depth_request
 from modepth.serve.engine import Engine, Limits
 from modepth.serve.guards import RETRY_AFTER, BodyLimit, KeyCheck, Refused, add_error_handlers
+from modepth.serve.pace import with_measured_piece
 from modepth.serve.protocol import (
     ChatBody,
     Completion,
@@ -81,7 +82,10 @@ class Server:
     def load(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
             served = self.open_model()
-            engine = Engine(served.model, served.tokenizer, self.settings.limits)
+            limits = self.settings.limits
+            if limits.prompt_piece is None:
+                limits = with_measured_piece(limits, served.model)
+            engine = Engine(served.model, served.tokenizer, limits)
         except Exception as error:  # it is raised where the server was started
             self.failure = error
             self.on_failure()

@@ -2,6 +2,7 @@
 
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,8 @@ import uvicorn
 
 from modepth.serve.http import Server, Settings, make_app
 from modepth.serve.served import Served
+
+SWITCH_SECONDS = 2e-4
 
 
 def new_listener(host: str, port: int) -> socket.socket:
@@ -27,6 +30,8 @@ def new_listener(host: str, port: int) -> socket.socket:
 
 def serve(open_model: Callable[[], Served], settings: Settings, listener: socket.socket, drain: int) -> dict[str, Any]:
     """Serve until a signal; then let calls go on for at most `drain` seconds. What was done, in numbers."""
+    # The engine lets go of the interpreter at every product, and would wait 5 ms to have it back from the other thread.
+    sys.setswitchinterval(SWITCH_SECONDS)
     server = Server(open_model, settings)
     config = uvicorn.Config(make_app(server), log_level="warning", server_header=False, timeout_graceful_shutdown=drain)
     listening = uvicorn.Server(config)
