@@ -241,7 +241,7 @@ def study(work: Path, num_tokens: int, names: list[str]) -> None:
     rows = work / "rows.jsonl"
     done = {json.loads(line)["arm"]["name"] for line in rows.read_text().splitlines()} if rows.exists() else set()
     tokens = open_tokens(work / "data" / "train" / "validation.tokens")
-    sample = read_windows(tokens, evaluation_windows(tokens, LENGTH)[:16], LENGTH)[:, :LENGTH]
+    sample = read_windows(tokens, evaluation_windows(tokens, LENGTH)[:6], LENGTH)[:, :LENGTH]
     dense = Adopted(open_model(work / "model")).eval()
     for arm in ARMS:
         if arm.name in done or (names and arm.name not in names):
