@@ -13,6 +13,7 @@ from modepth.bench.contest import Shape, compared, run_cell
 from modepth.bench.table import bench_table
 from modepth.bench.worker import Bench
 from modepth.cli import main
+from modepth.plots.growth import cost_growth
 
 
 @pytest.fixture
@@ -76,14 +77,15 @@ def test_peak_memory_is_what_a_step_allocates_beyond_weights_and_gradients(size)
 
 def row_of(contestant, of_dense, **more):
     cell = {"task": "train", "dim": 256, "length": 1024, "batch": 4, "capacity": 0.125, "flop_ratio": 0.62}
-    return {"contestant": contestant, **cell, "of_dense": of_dense, "lowest": of_dense, "highest": of_dense, **more}
+    measured = {"of_dense": of_dense, "lowest": of_dense, "highest": of_dense}
+    return {"contestant": contestant, **cell, **measured, **more}
 
 
 ROWS = [
-    row_of("dense", 1.0, peak_bytes=200),
-    row_of("routed", 0.6, peak_bytes=100),
-    row_of("llama", 1.25, peak_bytes=300),
-    row_of("converted", 0.75, peak_bytes=200),
+    row_of("dense", 1.0, peak_bytes=200, ms=10.0),
+    row_of("routed", 0.6, peak_bytes=100, ms=6.0),
+    row_of("llama", 1.25, peak_bytes=300, ms=12.5),
+    row_of("converted", 0.75, peak_bytes=200, ms=7.5),
     row_of("soup", 0.0, failed="soup cannot build: it is too hot"),
 ]
 
@@ -106,6 +108,36 @@ def test_a_line_of_the_table_has_ratios_to_dense_and_of_the_converted_to_its_own
     }
 
 
+def step_rows():
+    """Of two widths, of which 256 has more rows; the routed step takes what its FLOPs say."""
+    return [
+        row_of(
+            name, ratio, dim=dim, length=length, batch=2, capacity=capacity, ms=ratio * length, peak_bytes=ratio * 1e6
+        )
+        for dim, lengths in ((256, (512, 256)), (512, (1024,)))
+        for length in lengths
+        for capacity in (0.5, 0.125)
+        for name, ratio in (("dense", 1.0), ("routed", 0.62))
+    ]
+
+
+def test_the_picture_of_costs_draws_what_was_measured_beside_what_flops_say():
+    long_time, long_memory, wide_time, wide_memory = cost_growth(step_rows()).axes
+    drawn = [line.get_xydata().tolist() for line in long_time.lines]
+    assert drawn == [[[256, 0.5], [512, 0.5]], [[256, 0.31], [512, 0.31]], [[256, 0.31], [512, 0.31]]]
+    assert [line.get_xydata().tolist() for line in long_memory.lines] == [
+        [[256, 1], [512, 1]],
+        [[256, 0.62], [512, 0.62]],
+    ]
+    assert [line.get_xdata().tolist() for line in wide_time.lines] == [[0.125, 0.5]] * 3
+    assert [line.get_ydata().tolist() for line in wide_memory.lines] == [[1, 1], [0.62, 0.62]]
+    assert wide_time.get_xlabel() == "capacity (rows of 256)"
+
+
+def test_without_training_steps_there_is_no_picture():
+    assert cost_growth([row_of("dense", 1.0, task="decode")]) is None
+
+
 COMMAND = ["--tasks", "train", "--dims", "256", "--lengths", "1024", "--capacities", "0.125"]
 
 
@@ -114,6 +146,7 @@ def test_a_bench_goes_on_where_it_was(tmp_path, capsys):
     assert main(["bench", str(tmp_path), *COMMAND]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["measured"] == 0
     assert "0.600 (0.60-0.60)" in (tmp_path / "table.md").read_text()
+    assert (tmp_path / "growth.png").stat().st_size > 1000
 
 
 @pytest.mark.parametrize(

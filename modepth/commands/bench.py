@@ -37,7 +37,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("out", metavar="OUT", type=Path, help="folder of rows.jsonl and table.md")
+    parser.add_argument("out", metavar="OUT", type=Path, help="folder of rows.jsonl, table.md and growth.png")
     parser.add_argument("--tasks", nargs="+", default=["train", "prefill", "decode"], metavar="TASK")
     parser.add_argument("--dims", nargs="+", type=int, default=[256, 512, 1024], metavar="D")
     parser.add_argument("--lengths", nargs="+", type=int, default=[256, 1024, 4096], metavar="T", help="not of decode")
@@ -74,6 +74,13 @@ def run(options: argparse.Namespace) -> None:
     print_table(table)
     lines = [table[0], ["---"] * len(table[0]), *table[1:]]
     replace_text(options.out / "table.md", "".join(f"| {' | '.join(line)} |\n" for line in lines))
+    if importlib.util.find_spec("matplotlib") is not None:
+        from modepth.plots.growth import cost_growth  # noqa: PLC0415 - an extra
+        from modepth.plots.style import save_figure  # noqa: PLC0415
+
+        figure = cost_growth(rows)
+        if figure is not None:
+            save_figure(figure, options.out / "growth.png")
     print(json.dumps({"rows": str(path), "cells": len(wanted), "measured": len(todo)}))
 
 
