@@ -45,7 +45,9 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser.add_argument("--name", help="what the model is called (default: the folder's name)")
     parser.add_argument("--dial", nargs="*", type=float, metavar="SHARE", help="capacities that requests may ask for")
     parser.add_argument("--data", type=Path, metavar="DIR", help="prepared data to calibrate the dial on")
-    parser.add_argument("--threads", type=int, metavar="N", help="of the model's products (default: torch's)")
+    parser.add_argument(
+        "--threads", type=int, metavar="N", help="of the model's products (default: torch's, less one for HTTP)"
+    )
     parser.add_argument("--drain", type=int, default=30, metavar="S", help="seconds to end in (default: %(default)s)")
     for name, meaning in LIMITS.items():
         parser.add_argument(f"--max-{name.replace('_', '-')}", type=int, metavar="N", help=meaning)
@@ -61,9 +63,10 @@ def run(options: argparse.Namespace) -> None:
     from modepth.serve.listen import new_listener, serve  # noqa: PLC0415
     from modepth.serve.served import SETTINGS, Served, open_served  # noqa: PLC0415
 
-    if options.threads is not None:
-        check_count("--threads", options.threads, low=1)
-        torch.set_num_threads(options.threads)
+    # One core is left to HTTP: threads that share a product wait for the slowest of them.
+    threads = max(1, torch.get_num_threads() - 1) if options.threads is None else options.threads
+    check_count("--threads", threads, low=1)
+    torch.set_num_threads(threads)
     given = {name: getattr(options, f"max_{name}") for name in LIMITS}
     settings = Settings(
         limits=Limits(**{name: value for name, value in given.items() if value is not None}),
