@@ -77,15 +77,16 @@ def run(options: argparse.Namespace) -> None:
 
     def open_model() -> Served:
         dial = SETTINGS if options.dial is None else options.dial
-        served = open_served(options.folder, name=options.name, settings=dial, data=options.data)
+        return open_served(options.folder, name=options.name, settings=dial, data=options.data)
+
+    def on_ready(served: Served) -> None:
         shown = ", ".join(f"{capacity:g}" for capacity in served.dial) or "none"
         say(f"{served.name} is served at {url}/v1 (dial: {shown}); its page is at {url}")
-        return served
 
     if options.host not in LOOPBACK and settings.api_key is None:
         say(f"anybody who reaches {options.host} can use this server: set {KEY_VARIABLE} to ask for a key")
     say(f"listening at {url}; loading")
-    print(json.dumps(serve(open_model, settings, listener, options.drain)))
+    print(json.dumps(serve(open_model, settings, listener, options.drain, on_ready)))
 
 
 def say(message: str) -> None:

@@ -77,6 +77,7 @@ class Server:
         self.open_model, self.settings = open_model, settings
         self.running: tuple[Served, Worker] | None = None
         self.failure: Exception | None = None
+        self.on_ready: Callable[[Served], None] = lambda served: None
         self.on_failure: Callable[[], None] = lambda: None
 
     def load(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -91,6 +92,7 @@ class Server:
             self.on_failure()
             return
         self.running = served, Worker(engine, loop)
+        self.on_ready(served)
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:

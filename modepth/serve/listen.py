@@ -28,7 +28,13 @@ def new_listener(host: str, port: int) -> socket.socket:
     return listener
 
 
-def serve(open_model: Callable[[], Served], settings: Settings, listener: socket.socket, drain: int) -> dict[str, Any]:
+def serve(
+    open_model: Callable[[], Served],
+    settings: Settings,
+    listener: socket.socket,
+    drain: int,
+    on_ready: Callable[[Served], None] = lambda served: None,
+) -> dict[str, Any]:
     """Serve until a signal; then let calls go on for at most `drain` seconds. What was done, in numbers."""
     # The engine lets go of the interpreter at every product, and would wait 5 ms to have it back from the other thread.
     sys.setswitchinterval(SWITCH_SECONDS)
@@ -39,7 +45,7 @@ def serve(open_model: Callable[[], Served], settings: Settings, listener: socket
     def give_up() -> None:
         listening.should_exit = True
 
-    server.on_failure = give_up
+    server.on_ready, server.on_failure = on_ready, give_up
     # uvicorn raises the signal again once it has ended: by then there is nothing left to do.
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
