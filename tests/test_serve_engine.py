@@ -118,7 +118,7 @@ def test_requests_of_different_dials_share_a_batch_and_answer_as_alone(model):
 @pytest.mark.law
 def test_a_long_prompt_does_not_hold_up_the_others(model):
     """The others get a token at every step, and no step reads more of the prompt than its piece."""
-    engine = Engine(model, limits=Limits(prompt_piece=4))
+    engine = Engine(model, limits=Limits(prompt_piece=4, prompt_saved=0))
     talking = engine.submit([Request(prompt=[1], sampling=Sampling(max_tokens=30)) for _ in range(3)])
     engine.step()
     (long,) = engine.submit([Request(prompt=prompts_of()[11], sampling=Sampling(max_tokens=1))])  # 44 tokens
@@ -139,21 +139,40 @@ def test_a_budget_is_shared_out_fairly(wanted, budget):
     assert not cut or max(shares) - min(cut) <= 1  # who got less than they wanted got no less than anybody
     assert not cut or sum(shares) >= min(budget, sum(wanted))
     prompts = [want + 1 for want in wanted]
-    assert next_counts([1, *prompts, 1], Limits(prompt_piece=budget)) == [1, *share_out(prompts, budget), 1]
     many = [1] * 201
-    assert next_counts([*many, *prompts], Limits(prompt_piece=5)) == [*many, *share_out(prompts, 5 + 80)]
-    assert next_counts(prompts, Limits(prompt_piece=1)) == share_out(prompts, 512)
+    counts, _ = next_counts([*many, *prompts], Limits(prompt_piece=budget), 0)
+    assert counts == [*many, *share_out(prompts, budget + 80)]
+    assert next_counts(prompts, Limits(prompt_piece=1), 0)[0] == share_out(prompts, 512)
 
 
-@pytest.mark.parametrize(("fixed", "piece"), [(0.0, 1), (4.0, 2), (40.0, 16), (1e9, 512)])
-def test_the_piece_is_the_largest_that_lengthens_a_step_by_two_fifths_at_most(monkeypatch, fixed, piece):
-    monkeypatch.setattr(pace, "step_seconds", lambda model, num_tokens: fixed + num_tokens)
-    assert pace.with_measured_piece(Limits(), tiny_model(max_length=2048)).prompt_piece == piece
+@pytest.mark.parametrize(
+    ("fixed", "row", "token", "piece", "row_piece"),
+    [(0.0, 1.0, 1.0, 1, 0.4), (9.0, 1.0, 1.0, 4, 0.4), (9.0, 3.0, 0.5, 9, 2.4), (1.0, 0.0, 0.0, 512, 0.0)],
+)
+def test_pieces_are_what_lengthens_a_step_by_two_fifths(monkeypatch, fixed, row, token, piece, row_piece):
+    def planted(model, counts):
+        return fixed + row * len(counts) + token * (sum(counts) - len(counts))
+
+    monkeypatch.setattr(pace, "step_seconds", planted)
+    limits = pace.with_measured_piece(Limits(), tiny_model(max_length=2048))
+    assert (limits.prompt_piece, limits.row_piece) == (piece, pytest.approx(row_piece))
+    assert token * (limits.piece(20) - 1) <= 0.4 * (fixed + 20 * row)  # a step of 20 rows is no longer than by that
 
 
-def test_no_piece_is_longer_than_the_model_reads(monkeypatch):
-    monkeypatch.setattr(pace, "step_seconds", lambda model, num_tokens: 1.0)
-    assert pace.with_measured_piece(Limits(), tiny_model(max_length=12)).prompt_piece == 8
+def test_what_was_saved_is_read_at_once_and_saved_again_while_nothing_is_read():
+    limits = Limits(prompt_piece=4, prompt_saved=10, row_piece=0.0)
+    counts, saved = next_counts([1, 1, 100], limits, 10)
+    assert (counts, saved) == ([1, 1, 14], 0)
+    counts, saved = next_counts([1, 1, 86], limits, saved)
+    assert (counts, saved) == ([1, 1, 4], 0)
+    for expected in (4, 8, 10):
+        counts, saved = next_counts([1, 1, 1], limits, saved)
+        assert (counts, saved) == ([1, 1, 1], expected)
+
+
+def test_where_more_wait_than_generate_prompts_are_read_as_if_nobody_did():
+    assert next_counts([1, 100, 200], Limits(prompt_piece=4), 0) == ([1, 100, 200], 0)
+    assert next_counts([1, 1, 100, 200], Limits(prompt_piece=4, row_piece=0.0), 0) == ([1, 1, 2, 2], 0)
 
 
 # -- admission

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
 from modepth.cache import Cache
@@ -23,7 +23,7 @@ from modepth.model import Transformer
 from modepth.sampling import Sampling
 from modepth.text_stream import TextStream
 from modepth.tokenizer import Tokenizer
-from modepth.validation import check_count
+from modepth.validation import check_count, check_number
 
 # Looks at what was just read of one row, after its token was drawn: one note for each token that it has one for.
 Watch = Callable[[Transformer, Reading, int], list[Any]]
@@ -46,9 +46,12 @@ class Limits:
     requests      admitted at once, computed or waiting
     tokens        of all that are admitted: their prompts, and the most that they may generate
     rows          computed together; the others wait in order
-    prompt_piece  tokens that all prompts read in a step in which one row generates; more of those bear more.
-                  None: a server measures what its machine can read so; an engine by itself takes 8
-    prompt_alone  tokens that all prompts read in a step at most, and in one in which nobody generates
+    prompt_alone  tokens that all prompts read in a step at most, and in one in which more wait than generate
+    prompt_piece  tokens that they read in a step in which one row generates. None: a server measures what its machine
+                  can read so; an engine by itself takes 8
+    row_piece     how many more for each further row that generates; measured with the piece
+    prompt_saved  tokens that they may read beyond their pieces, saved up in steps that read less: so what comes now and
+                  then is read at once, and only what keeps coming is read in pieces
 
     >>> Limits(rows=16).rows
     16
@@ -57,13 +60,23 @@ class Limits:
     requests: int = 256
     tokens: int = 2**18
     rows: int = 64
-    prompt_piece: int | None = None
     prompt_alone: int = 512
+    prompt_piece: int | None = None
+    row_piece: float = 0.4
+    prompt_saved: int = 512
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            if each.name != "prompt_piece" or self.prompt_piece is not None:
-                check_count(each.name, getattr(self, each.name), low=1)
+        for name in ("requests", "tokens", "rows", "prompt_alone"):
+            check_count(name, getattr(self, name), low=1)
+        if self.prompt_piece is not None:
+            check_count("prompt_piece", self.prompt_piece, low=1)
+        check_number("row_piece", self.row_piece, low=0.0)
+        check_count("prompt_saved", self.prompt_saved, low=0)
+
+    def piece(self, num_generating: int) -> int:
+        """Tokens that prompts read beside so many rows that generate."""
+        of_one = UNMEASURED if self.prompt_piece is None else self.prompt_piece
+        return min(self.prompt_alone, of_one + int(self.row_piece * max(0, num_generating - 1)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +136,7 @@ class Engine:
         self.num_admitted = 0
         self.num_reserved = 0  # tokens
         self.seated: list[Ticket] = []  # those with rows, in order of arrival
+        self.saved = self.limits.prompt_saved  # tokens that prompts may read beyond their pieces
         self.num_steps = 0
         self.num_read: Counter[str] = Counter()  # tokens, of prompts and generated
         self.endings: Counter[str] = Counter()
@@ -192,7 +206,7 @@ class Engine:
         """Read some tokens of every seated request; what came of it. Each ticket has one event with an ending."""
         events = [self.leave(ticket, "cancelled") for ticket in self.take_cancelled()]
         self.take_seats()
-        counts = next_counts([ticket.row.num_unread for ticket in self.seated], self.limits)
+        counts, self.saved = next_counts([ticket.row.num_unread for ticket in self.seated], self.limits, self.saved)
         together: dict[RoutingConfig | None, list[tuple[Ticket, int]]] = {}
         for ticket, count in zip(self.seated, counts, strict=True):
             together.setdefault(ticket.request.routing, []).append((ticket, count))
@@ -267,22 +281,27 @@ class Engine:
         return Event(ticket, None, "", ending, ticket.take_notes(), error)
 
 
-def next_counts(unread: Sequence[int], limits: Limits) -> list[int]:
-    """How many tokens each row reads: one where a row has only its last one left, the prompts share a piece.
+def next_counts(unread: Sequence[int], limits: Limits, saved: int) -> tuple[list[int], int]:
+    """How many tokens each row reads, and what is saved after that: one where a row has only its last one left, the
+    prompts share what they may read.
 
-    >>> next_counts([1, 100, 9, 1, 1, 1], Limits(prompt_piece=31))
-    [1, 23, 9, 1, 1, 1]
+    >>> next_counts([1, 100, 9, 1, 1, 1], Limits(prompt_piece=31), saved=0)
+    ([1, 23, 9, 1, 1, 1], 0)
+    >>> next_counts([1, 100], Limits(prompt_piece=31), saved=40)
+    ([1, 71], 0)
     """
     prompts = [number for number, count in enumerate(unread) if count > 1]
     num_generating = len(unread) - len(prompts)
-    piece = limits.prompt_alone
-    if num_generating:
-        of_one = UNMEASURED if limits.prompt_piece is None else limits.prompt_piece
-        piece = min(piece, of_one + int(LONGER * (num_generating - 1)))
+    wanted = [unread[number] for number in prompts]
     counts = [1] * len(unread)
-    for number, share in zip(prompts, share_out([unread[number] for number in prompts], piece), strict=True):
+    crowd = len(prompts) > num_generating  # more would wait for those who generate than the other way round
+    piece = limits.piece(num_generating)
+    budget = limits.prompt_alone if crowd else min(limits.prompt_alone, piece + saved)
+    shares = share_out(wanted, budget)
+    for number, share in zip(prompts, shares, strict=True):
         counts[number] = share
-    return counts
+    spent = 0 if crowd else sum(shares) - piece
+    return counts, max(0, min(limits.prompt_saved, saved - spent))
 
 
 def share_out(wanted: Sequence[int], budget: int) -> list[int]:
