@@ -140,7 +140,7 @@ def test_a_budget_is_shared_out_fairly(wanted, budget):
     assert not cut or sum(shares) >= min(budget, sum(wanted))
     prompts = [want + 1 for want in wanted]
     many = [1] * 201
-    counts, _ = next_counts([*many, *prompts], Limits(prompt_piece=budget), 0)
+    counts, _ = next_counts([*many, *prompts], Limits(prompt_piece=budget, prompt_saved=0), 0)
     assert counts == [*many, *share_out(prompts, budget + 80)]
     assert next_counts(prompts, Limits(prompt_piece=1), 0)[0] == share_out(prompts, 512)
 
@@ -159,20 +159,28 @@ def test_pieces_are_what_lengthens_a_step_by_two_fifths(monkeypatch, fixed, row,
     assert token * (limits.piece(20) - 1) <= 0.4 * (fixed + 20 * row)  # a step of 20 rows is no longer than by that
 
 
-def test_what_was_saved_is_read_at_once_and_saved_again_while_nothing_is_read():
-    limits = Limits(prompt_piece=4, prompt_saved=10, row_piece=0.0)
-    counts, saved = next_counts([1, 1, 100], limits, 10)
-    assert (counts, saved) == ([1, 1, 14], 0)
-    counts, saved = next_counts([1, 1, 86], limits, saved)
-    assert (counts, saved) == ([1, 1, 4], 0)
-    for expected in (4, 8, 10):
+def test_what_was_saved_is_read_at_once_and_what_keeps_coming_in_one_step_of_twenty_five():
+    limits, saved, unread, read = Limits(prompt_piece=4, prompt_saved=300, row_piece=0.0), 300, 900, []
+    for _ in range(100):
+        (_, _, count), saved = next_counts([1, 1, unread], limits, saved)
+        unread -= count
+        read.append(count)
+    assert [(step, count) for step, count in enumerate(read) if count] == [(0, 304), (25, 100), (50, 100), (75, 100)]
+    for _ in range(100):
         counts, saved = next_counts([1, 1, 1], limits, saved)
-        assert (counts, saved) == ([1, 1, 1], expected)
+        assert counts == [1, 1, 1]
+    assert saved == 300
+
+
+def test_a_prompt_for_which_enough_is_saved_does_not_wait():
+    limits = Limits(prompt_piece=4, row_piece=0.0)
+    assert next_counts([1, 1, 9], limits, 4) == ([1, 1, 0], 8)
+    assert next_counts([1, 1, 9], limits, 8) == ([1, 1, 9], 3)
 
 
 def test_where_more_wait_than_generate_prompts_are_read_as_if_nobody_did():
-    assert next_counts([1, 100, 200], Limits(prompt_piece=4), 0) == ([1, 100, 200], 0)
-    assert next_counts([1, 1, 100, 200], Limits(prompt_piece=4, row_piece=0.0), 0) == ([1, 1, 2, 2], 0)
+    assert next_counts([1, 100, 200], Limits(prompt_piece=4), 0) == ([1, 100, 200], 4)
+    assert next_counts([1, 1, 100, 200], Limits(prompt_piece=4, row_piece=0.0), 0) == ([1, 1, 0, 0], 4)
 
 
 # -- admission

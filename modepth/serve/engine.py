@@ -31,7 +31,8 @@ Ending = Reason | Literal["cancelled", "failed"]
 ENDINGS: tuple[str, ...] = (*get_args(Reason), "cancelled", "failed")
 
 
-LONGER = 0.4  # the share by which prompts may lengthen a step in which others generate
+LONGER = 0.4  # the share by which prompts may lengthen the steps in which others generate, on average
+STEPS_BETWEEN = 25  # of those that read prompts which keep coming: so nineteen of twenty are as short as without
 UNMEASURED = 8  # tokens
 
 
@@ -47,11 +48,11 @@ class Limits:
     tokens        of all that are admitted: their prompts, and the most that they may generate
     rows          computed together; the others wait in order
     prompt_alone  tokens that all prompts read in a step at most, and in one in which more wait than generate
-    prompt_piece  tokens that they read in a step in which one row generates. None: a server measures what its machine
-                  can read so; an engine by itself takes 8
+    prompt_piece  tokens that they read, on average, in a step in which one row generates. None: a server measures what
+                  its machine can read so; an engine by itself takes 8
     row_piece     how many more for each further row that generates; measured with the piece
-    prompt_saved  tokens that they may read beyond their pieces, saved up in steps that read less: so what comes now and
-                  then is read at once, and only what keeps coming is read in pieces
+    prompt_saved  pieces are saved up, to so many tokens, until they are worth a step: what comes now and then is read
+                  at once, and what keeps coming lengthens few steps. 0: they are read as they come
 
     >>> Limits(rows=16).rows
     16
@@ -209,7 +210,8 @@ class Engine:
         counts, self.saved = next_counts([ticket.row.num_unread for ticket in self.seated], self.limits, self.saved)
         together: dict[RoutingConfig | None, list[tuple[Ticket, int]]] = {}
         for ticket, count in zip(self.seated, counts, strict=True):
-            together.setdefault(ticket.request.routing, []).append((ticket, count))
+            if count:
+                together.setdefault(ticket.request.routing, []).append((ticket, count))
         with inference(self.model):
             for group in together.values():
                 events += self.advance(group)
@@ -285,10 +287,12 @@ def next_counts(unread: Sequence[int], limits: Limits, saved: int) -> tuple[list
     """How many tokens each row reads, and what is saved after that: one where a row has only its last one left, the
     prompts share what they may read.
 
-    >>> next_counts([1, 100, 9, 1, 1, 1], Limits(prompt_piece=31), saved=0)
+    >>> next_counts([1, 100, 9, 1, 1, 1], Limits(prompt_piece=31, prompt_saved=0), saved=0)
     ([1, 23, 9, 1, 1, 1], 0)
-    >>> next_counts([1, 100], Limits(prompt_piece=31), saved=40)
-    ([1, 71], 0)
+    >>> next_counts([1, 100], Limits(prompt_piece=31), saved=0)
+    ([1, 0], 31)
+    >>> next_counts([1, 100], Limits(prompt_piece=31), saved=70)
+    ([1, 100], 1)
     """
     prompts = [number for number, count in enumerate(unread) if count > 1]
     num_generating = len(unread) - len(prompts)
@@ -296,12 +300,16 @@ def next_counts(unread: Sequence[int], limits: Limits, saved: int) -> tuple[list
     counts = [1] * len(unread)
     crowd = len(prompts) > num_generating  # more would wait for those who generate than the other way round
     piece = limits.piece(num_generating)
-    budget = limits.prompt_alone if crowd else min(limits.prompt_alone, piece + saved)
-    shares = share_out(wanted, budget)
+    if crowd:
+        shares = share_out(wanted, limits.prompt_alone)
+    elif piece + saved >= min(sum(wanted), STEPS_BETWEEN * piece, limits.prompt_saved):
+        shares = share_out(wanted, min(limits.prompt_alone, piece + saved))
+    else:
+        shares = [0] * len(prompts)
     for number, share in zip(prompts, shares, strict=True):
         counts[number] = share
-    spent = 0 if crowd else sum(shares) - piece
-    return counts, max(0, min(limits.prompt_saved, saved - spent))
+    spent = 0 if crowd else sum(shares)
+    return counts, max(0, min(limits.prompt_saved, saved + piece - spent))
 
 
 def share_out(wanted: Sequence[int], budget: int) -> list[int]:
