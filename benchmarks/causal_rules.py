@@ -72,13 +72,20 @@ def predictor_quality(model: Transformer, windows_BT: torch.Tensor) -> dict:
 
 
 def quality(routings: Sequence[Routing]) -> dict:
-    """Precision, recall, F1 and the area under the ROC curve of one layer's predictor."""
+    """Accuracy, precision, recall, F1 and the area under the ROC curve of one layer's predictor."""
     predicted_BT = torch.cat([routing.predicted_BT for routing in routings])
     chosen_BT = torch.cat([routing.chosen_BT for routing in routings])
     right = (chosen_BT & (predicted_BT >= 0)).sum().item()
     precision, recall = right / max(1, (predicted_BT >= 0).sum().item()), right / chosen_BT.sum().item()
     f1 = 2 * precision * recall / max(1e-9, precision + recall)
-    found = {"precision": precision, "recall": recall, "f1": f1, "auc": area(predicted_BT, chosen_BT)}
+    accuracy = (chosen_BT == (predicted_BT >= 0)).double().mean().item()
+    found = {
+        "accuracy": accuracy,
+        "precision": precision,
+        "recall": recall,
+        "f1": f1,
+        "auc": area(predicted_BT, chosen_BT),
+    }
     return {name: round(value, 4) for name, value in found.items()}
 
 
