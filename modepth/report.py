@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from modepth.formats import shown
 from modepth.page import VIEWS, curve_rows, document
 from modepth.plots import Figure, figure_bytes, loss_against_flops
-from modepth.plots.style import write_atomically
 from modepth.runlog import RunLog
+from modepth.textfile import replace_bytes
 
 Table = Sequence[Mapping[str, object]]  # a row each, columns by name
 Figures = Sequence[tuple[str, Figure]]  # caption, figure
@@ -59,7 +59,7 @@ def write_report(
         data={f"view-{number}": view.data for number, view in enumerate(views)},
     )
     path = Path(path)
-    write_atomically(path, page.encode("utf-8", "replace"))
+    replace_bytes(path, page.encode("utf-8", "replace"))
     return path
 
 

@@ -307,7 +307,7 @@ def test_files_carry_neither_date_nor_program():
 
 def test_a_path_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"file.map\.png: cannot be written"):
+    with pytest.raises(OSError, match=r"file.map\.png: cannot be written"):
         save_figure(score_histograms({2: [1.0]}, {2: [True]}), tmp_path / "file" / "map")
 
 

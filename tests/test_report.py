@@ -122,7 +122,7 @@ def test_equal_reports_have_equal_bytes_and_a_failed_write_leaves_the_old_page(t
     before = write_report(path, title="A", figures=[("Scores", histogram())]).read_bytes()
     assert write_report(path, title="A", figures=[("Scores", histogram())]).read_bytes() == before
     monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    with pytest.raises(ValueError, match=r"report\.html: cannot be written: No space left"):
+    with pytest.raises(OSError, match=r"report\.html: cannot be written: No space left"):
         write_report(path, title="B")
     assert path.read_bytes() == before
 

@@ -6,7 +6,6 @@ black-and-white printer. Fonts are the ones that come with matplotlib. No pyplot
 """
 
 import io
-import os
 from contextlib import AbstractContextManager, ContextDecorator
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.patches import Patch
 from matplotlib.textpath import TextPath
+
+from modepth.textfile import replace_bytes
 
 COLUMN = 3.4  # inches, of a two-column page
 PAGE = 6.9
@@ -127,16 +128,5 @@ def save_figure(figure: Figure, path: str | Path) -> tuple[Path, Path]:
     stem = path.with_suffix("") if path.suffix[1:] in FORMATS else path
     png, svg = (stem.with_name(f"{stem.name}.{format}") for format in FORMATS)
     for file in (png, svg):
-        write_atomically(file, figure_bytes(figure, file.suffix[1:]))
+        replace_bytes(file, figure_bytes(figure, file.suffix[1:]))
     return png, svg
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """All of the file or, after a kill, what was there before."""
-    part = path.with_name(f"{path.name}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(data)
-        os.replace(part, path)
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be written: {error.strerror}") from error
