@@ -19,8 +19,8 @@ from tqdm import tqdm
 
 from modepth import record
 from modepth.data import open_tokens, read_windows, spread_windows
+from modepth.loading import load
 from modepth.model import Transformer
-from modepth.run import load
 
 ROWS = 4  # computed at once
 

@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from modepth.encoder import build, check_lengths, output_size, recommended_defaults
     from modepth.generation import generate, stream
     from modepth.layer import MixtureOfDepths
+    from modepth.loading import load
     from modepth.model import Output, Transformer, check_tokens
     from modepth.routing import Router, Routing, apply_routed, num_routed
-    from modepth.run import load
     from modepth.sampling import Sampling
     from modepth.trace import record
 
@@ -50,9 +50,9 @@ _HOMES = {
     "encoder": ("build", "check_lengths", "output_size", "recommended_defaults"),
     "generation": ("generate", "stream"),
     "layer": ("MixtureOfDepths",),
+    "loading": ("load",),
     "model": ("Output", "Transformer", "check_tokens"),
     "routing": ("Router", "Routing", "apply_routed", "num_routed"),
-    "run": ("load",),
     "sampling": ("Sampling",),
     "trace": ("record",),
 }

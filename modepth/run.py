@@ -7,7 +7,6 @@
 A run that finds a checkpoint of its own model in its folder resumes from it.
 """
 
-import importlib.util
 import json
 import time
 from collections.abc import Callable
@@ -20,13 +19,13 @@ import numpy as np
 import torch
 
 from modepth import checkpoint
-from modepth.adopted import AdoptedConfig, AnyConfig
-from modepth.agreement import check_same_run, check_same_start, saved_model, setting
+from modepth.adopted import AnyConfig
+from modepth.agreement import check_same_run, check_same_start, setting
 from modepth.config import Mode, TrainConfig, model_config_to_dict
 from modepth.cutoffs import cutoff_weight_at, move_cutoffs
 from modepth.data import TokenFile, check_ids, global_batch_rows, num_windows, open_tokens, rank_rows, read_windows
 from modepth.interruption import Interruption
-from modepth.model import Decoder, Transformer
+from modepth.model import Decoder
 from modepth.parallel import spread
 from modepth.restore import load_model, load_optimizer, model_tensors, optimizer_tensors, pieces
 from modepth.run_folder import RunLock, prepare_run
@@ -314,39 +313,6 @@ class Loop:
 def write_config(folder: Path, model: AnyConfig, config: TrainConfig) -> None:
     whole = {"model": model_config_to_dict(model), "train": asdict(config)}
     replace_text(folder / "config.json", json.dumps(whole, indent=1) + "\n")
-
-
-def load(run: str | Path) -> Decoder:
-    """The model of a run at its newest checkpoint."""
-    found = checkpoint.newest(run)
-    if found is None:
-        raise ValueError(f"{run}: no checkpoint to load")
-    model = empty_model(saved_model(found))
-    load_model(model, found)
-    return model.eval()
-
-
-def load_native(run: str | Path) -> Transformer:
-    """As `load`, for what works with the native decoder alone."""
-    model = load(run)
-    if not isinstance(model, Transformer):
-        raise ValueError(f"{run}: holds a transformers model: `modepth export` it, then use it as one")
-    return model
-
-
-def empty_model(config: AnyConfig) -> Decoder:
-    if not isinstance(config, AdoptedConfig):
-        return Transformer(config)
-    require_transformers()
-    from modepth.hf import adoption  # noqa: PLC0415 - an extra, and slow to load
-
-    return adoption.empty_model(config)
-
-
-def require_transformers() -> None:
-    """Models of transformers need it, and it is an extra."""
-    if importlib.util.find_spec("transformers") is None:
-        raise ImportError("this needs transformers: pip install 'modepth[hf]'")
 
 
 def measured_peak(device: torch.device) -> float:

@@ -11,7 +11,7 @@ import pytest
 from modepth import flops
 from modepth.cli import main
 from modepth.commands.demo import DENSE, MODELS
-from modepth.run import load
+from modepth.loading import load
 from tests.test_report import read
 from tests.training import rows_of
 

@@ -17,10 +17,11 @@ from torch.distributed.tensor import DTensor
 
 from modepth import ExpertsConfig, LossWeights, checkpoint
 from modepth.config import model_config_to_dict
+from modepth.loading import load
 from modepth.parallel import spread
 from modepth.rendezvous import fresh_store
 from modepth.restore import load_model, load_optimizer, model_tensors, optimizer_tensors
-from modepth.run import ALONE, Stopped, load, train
+from modepth.run import ALONE, Stopped, train
 from modepth.run_folder import RunLock
 from modepth.train import evaluate, make_optimizer, train_step
 from tests.documents import blocks, text_of

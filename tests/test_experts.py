@@ -15,10 +15,11 @@ from modepth.config import ExpertsConfig, model_config_from_dict, model_config_t
 from modepth.cutoffs import lowest_taken, mean_cutoffs, move_cutoffs
 from modepth.experts import Experts
 from modepth.generation import generate
+from modepth.loading import load
 from modepth.losses import expert_balance_loss
 from modepth.parallel import LossesOnly
 from modepth.plots.routing import FIRST_EXPERT, IS_DENSE, SKIPS, map_cells, token_map
-from modepth.run import ALONE, load, train
+from modepth.run import ALONE, train
 from tests.family import EXPERTS, FAMILY, experts_slowly, family_model
 from tests.oracles import tiny_config, tiny_model, tiny_tokens
 from tests.test_cache import WAYS, assert_same, full, read_all, rows_of

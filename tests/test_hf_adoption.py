@@ -13,7 +13,8 @@ from modepth.cli import main
 from modepth.config import TrainConfig, model_config_to_dict
 from modepth.hf import convert, export, routing_mode
 from modepth.hf.adoption import Adopted
-from modepth.run import Data, Stopped, load, load_native, train
+from modepth.loading import load, load_native
+from modepth.run import Data, Stopped, train
 from tests.processes import torchrun
 from tests.tiny_models import tiny_model
 from tests.training import assert_same_end, make_data, rows_of, stop_after

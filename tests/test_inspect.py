@@ -10,7 +10,8 @@ import pytest
 
 from modepth import checkpoint
 from modepth.cli import main
-from modepth.run import load, train
+from modepth.loading import load
+from modepth.run import train
 from tests.checkpoints import MODEL, flip, truncate
 from tests.training import CONFIG, make_data, new_model, rows_of
 

@@ -11,8 +11,9 @@ from modepth import checkpoint
 from modepth.checkpoint import save, whole
 from modepth.config import TrainConfig
 from modepth.data import TokenWriter, open_tokens
+from modepth.loading import load
 from modepth.parallel import spread
-from modepth.run import ALONE, Stopped, check_possible, load, train
+from modepth.run import ALONE, Stopped, check_possible, train
 from modepth.run_folder import step_folder
 from modepth.runlog import RunLog
 from modepth.schedule import routing_at

@@ -15,8 +15,9 @@ import torch
 import yaml
 
 from modepth.cli import main
+from modepth.loading import load
 from modepth.progress import SweepProgress
-from modepth.run import ALONE, load, open_split
+from modepth.run import ALONE, open_split
 from modepth.run_folder import RunLock, steps
 from modepth.sweep import trial
 from modepth.sweep.config import read_sweep

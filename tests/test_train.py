@@ -9,7 +9,8 @@ import torch
 
 from modepth import Transformer
 from modepth.cutoffs import cutoff_score
-from modepth.run import ALONE, DivergedError, Stopped, load, train
+from modepth.loading import load
+from modepth.run import ALONE, DivergedError, Stopped, train
 from modepth.train import evaluate, make_optimizer, routing_row, train_step, windows_to_batch
 from tests.oracles import tiny_config, tiny_model, tiny_tokens
 from tests.training import CONFIG, TIMING, make_data, new_model, ragged_batch, rows_of, stop_after

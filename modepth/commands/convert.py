@@ -6,8 +6,8 @@ from pathlib import Path
 
 from modepth.config import RoutingConfig, build
 from modepth.flags import add_flags, flags_given
+from modepth.loading import load, require_transformers
 from modepth.model import Transformer
-from modepth.run import load, require_transformers
 from modepth.run_data import copy_tokenizer
 from modepth.tokenizer import as_library, load_tokenizer, save_tokenizer
 

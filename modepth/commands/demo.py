@@ -13,10 +13,11 @@ import torch
 from modepth.commands.table import print_columns
 from modepth.config import ModelConfig, RoutingConfig, TrainConfig
 from modepth.corpus import Corpus
+from modepth.loading import load_native
 from modepth.model import Transformer
 from modepth.preparation import prepare
 from modepth.progress import ByteProgress, StepProgress
-from modepth.run import load_native, open_data, train
+from modepth.run import open_data, train
 from modepth.run_data import remember_data
 from modepth.schedule import num_steps
 from modepth.tokenizer import load_tokenizer

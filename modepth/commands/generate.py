@@ -14,8 +14,8 @@ from modepth.calibration import calibrate
 from modepth.commands.table import LAYOUT, printable
 from modepth.config import ModelConfig, RoutingConfig, Rule
 from modepth.generation import Row, note_layers, run_rows, start_rows
+from modepth.loading import load_native
 from modepth.model import Transformer
-from modepth.run import load_native
 from modepth.run_data import data_of, held_out_tokens
 from modepth.sampling import Sampling
 from modepth.tokenizer import Tokenizer, load_tokenizer

@@ -5,7 +5,8 @@ import json
 from pathlib import Path
 
 from modepth.commands.table import print_columns
-from modepth.run import load_native, open_split
+from modepth.loading import load_native
+from modepth.run import open_split
 from modepth.run_data import data_of
 from modepth.sweep.results import Results, check_unique
 from modepth.tokenizer import load_tokenizer

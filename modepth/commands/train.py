@@ -14,9 +14,10 @@ from modepth.commands.table import print_table
 from modepth.config import RunConfig, TrainConfig, build, read_plain
 from modepth.flags import add_flags, flags_given, laid_over
 from modepth.flops import forward_flops, num_parameters
+from modepth.loading import load, require_transformers
 from modepth.model import Decoder, Transformer
 from modepth.progress import StepProgress
-from modepth.run import ALONE, load, open_data, open_split, require_transformers, train
+from modepth.run import ALONE, open_data, open_split, train
 from modepth.run_data import copy_tokenizer, data_of, remember_data
 from modepth.schedule import num_steps
 from modepth.tracking import Tracker, check_tensorboard

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from modepth.calibration import calibrate
 from modepth.config import RoutingConfig
+from modepth.loading import load_native, require_transformers
 from modepth.model import Transformer
-from modepth.run import load_native, require_transformers
 from modepth.run_data import data_of, held_out_tokens
 from modepth.runlog import RunLog
 from modepth.serve.chat import ChatTemplate, find_template

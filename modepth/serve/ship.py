@@ -10,7 +10,7 @@ from pathlib import Path
 
 from modepth import checkpoint
 from modepth.checkpoint import whole
-from modepth.run import load_native
+from modepth.loading import load_native
 from modepth.serve.served import SETTINGS, SHIPPED, make_dial, write_dial
 
 LARGEST = 12_000_000  # bytes
