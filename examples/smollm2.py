@@ -86,7 +86,8 @@ def write_data(work: Path, training: list[Path], test: list[Path]) -> None:
         ("train", training, ["--validation", "0.08", "--test", "0.01"]),
         ("test", test, ["--validation", "0.05", "--test", "0.9"]),
     ):
-        modepth(["data", "prepare", *map(str, files), str(work / "data" / name), *tokenizer, *shares])
+        if modepth(["data", "prepare", *map(str, files), str(work / "data" / name), *tokenizer, *shares]):
+            raise SystemExit(2)
 
 
 # -- which layers
