@@ -62,7 +62,7 @@ class Size(NamedTuple):
     long_prompt: int
 
 
-FULL = Size(dim=512, layers=12, prompt=64, new=64, streams=(1, 4, 16, 64), long_prompt=768)
+FULL = Size(dim=512, layers=12, prompt=64, new=128, streams=(1, 4, 16, 64), long_prompt=768)
 QUICK = Size(dim=64, layers=4, prompt=8, new=12, streams=(1, 4), long_prompt=64)
 
 

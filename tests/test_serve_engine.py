@@ -141,31 +141,31 @@ def test_a_budget_is_shared_out_fairly(wanted, budget):
     prompts = [want + 1 for want in wanted]
     many = [1] * 201
     counts, _ = next_counts([*many, *prompts], Limits(prompt_piece=budget, prompt_saved=0), 0)
-    assert counts == [*many, *share_out(prompts, budget + 80)]
+    assert counts == [*many, *share_out(prompts, budget + 60)]
     assert next_counts(prompts, Limits(prompt_piece=1), 0)[0] == share_out(prompts, 512)
 
 
 @pytest.mark.parametrize(
     ("fixed", "row", "token", "piece", "row_piece"),
-    [(0.0, 1.0, 1.0, 1, 0.4), (9.0, 1.0, 1.0, 4, 0.4), (9.0, 3.0, 0.5, 9, 2.4), (1.0, 0.0, 0.0, 512, 0.0)],
+    [(0.0, 1.0, 1.0, 1, 0.3), (9.0, 1.0, 1.0, 3, 0.3), (9.0, 3.0, 0.5, 7, 1.8), (1.0, 0.0, 0.0, 512, 0.0)],
 )
-def test_pieces_are_what_lengthens_a_step_by_two_fifths(monkeypatch, fixed, row, token, piece, row_piece):
+def test_pieces_are_what_lengthens_a_step_by_three_tenths(monkeypatch, fixed, row, token, piece, row_piece):
     def planted(model, counts):
         return fixed + row * len(counts) + token * (sum(counts) - len(counts))
 
     monkeypatch.setattr(pace, "step_seconds", planted)
     limits = pace.with_measured_piece(Limits(), tiny_model(max_length=2048))
     assert (limits.prompt_piece, limits.row_piece) == (piece, pytest.approx(row_piece))
-    assert token * (limits.piece(20) - 1) <= 0.4 * (fixed + 20 * row)  # a step of 20 rows is no longer than by that
+    assert token * (limits.piece(20) - 1) <= 0.3 * (fixed + 20 * row)  # a step of 20 rows is no longer than by that
 
 
-def test_what_was_saved_is_read_at_once_and_what_keeps_coming_in_one_step_of_twenty_five():
+def test_what_was_saved_is_read_at_once_and_what_keeps_coming_in_one_step_of_forty():
     limits, saved, unread, read = Limits(prompt_piece=4, prompt_saved=300, row_piece=0.0), 300, 900, []
     for _ in range(100):
         (_, _, count), saved = next_counts([1, 1, unread], limits, saved)
         unread -= count
         read.append(count)
-    assert [(step, count) for step, count in enumerate(read) if count] == [(0, 304), (25, 100), (50, 100), (75, 100)]
+    assert [(step, count) for step, count in enumerate(read) if count] == [(0, 304), (40, 160), (80, 160)]
     for _ in range(100):
         counts, saved = next_counts([1, 1, 1], limits, saved)
         assert counts == [1, 1, 1]

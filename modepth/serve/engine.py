@@ -31,8 +31,8 @@ Ending = Reason | Literal["cancelled", "failed"]
 ENDINGS: tuple[str, ...] = (*get_args(Reason), "cancelled", "failed")
 
 
-LONGER = 0.4  # the share by which prompts may lengthen the steps in which others generate, on average
-STEPS_BETWEEN = 25  # of those that read prompts which keep coming: so nineteen of twenty are as short as without
+LONGER = 0.3  # the share by which prompts may lengthen the steps in which others generate, on average
+STEPS_BETWEEN = 40  # of those that read prompts which keep coming: so nineteen of twenty are as short as without
 UNMEASURED = 8  # tokens
 
 
@@ -63,7 +63,7 @@ class Limits:
     rows: int = 64
     prompt_alone: int = 512
     prompt_piece: int | None = None
-    row_piece: float = 0.4
+    row_piece: float = 0.3
     prompt_saved: int = 512
 
     def __post_init__(self) -> None:
