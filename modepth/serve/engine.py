@@ -288,7 +288,7 @@ def next_counts(unread: Sequence[int], limits: Limits, saved: int) -> tuple[list
     prompts share what they may read.
 
     >>> next_counts([1, 100, 9, 1, 1, 1], Limits(prompt_piece=31, prompt_saved=0), saved=0)
-    ([1, 23, 9, 1, 1, 1], 0)
+    ([1, 22, 9, 1, 1, 1], 0)
     >>> next_counts([1, 100], Limits(prompt_piece=31), saved=0)
     ([1, 0], 31)
     >>> next_counts([1, 100], Limits(prompt_piece=31), saved=70)
