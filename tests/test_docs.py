@@ -20,6 +20,7 @@ RUN_BY = {
     "how.md": "tests/test_docs.py::test_the_python_of_a_page_runs_and_prints_what_it_says",
     "index.md": "tests/test_docs.py::test_the_python_of_a_page_runs_and_prints_what_it_says",
     "serving.md": "tests/test_serve_command.py::test_the_pages_python_runs_and_prints_what_it_says",
+    "smollm2.md": "tests/test_smollm2.py::test_the_study_of_a_real_model_runs_on_a_tiny_one",
     "sweeps.md": "tests/test_sweep_run.py::test_the_commands_of_the_page_on_sweeps_run",
     "training.md": "tests/test_commands.py::test_the_commands_and_the_snippet_of_the_page_on_training_run",
 }

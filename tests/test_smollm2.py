@@ -1,6 +1,7 @@
 """The study of a real model, on a tiny one: examples/smollm2.py from text to table and picture."""
 
 import json
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from modepth.cli import main as modepth
-from tests.test_project import ROOT
+from tests.documents import ROOT, text_of
 
 SMALL = {"LENGTH": 32, "TEST_WINDOWS": 4}
 
@@ -53,6 +54,12 @@ def work(tmp_path: Path) -> Path:
 
 
 def test_the_study_of_a_real_model_runs_on_a_tiny_one(example, work, capsys):
+    assert re.findall(r"^python examples/smollm2.py (\w+) work", text_of("smollm2.md"), re.M) == [
+        "model",  # needs the real weights
+        "data",
+        "study",
+        "show",
+    ]
     example("data", work, "--train", work / "one.txt", "--test", work / "other.txt")
     example("study", work, "--tokens", 1280, "--arms", "dense", "block")
     example("study", work, "--tokens", 1280)
