@@ -63,6 +63,8 @@ def main() -> None:
     rows = []
     for folder in options.runs:
         model = load(folder)
+        if not model.config.routed_layers:
+            parser.error(f"{folder} is a dense model: it routes no token")
         tokens, length = open_tokens(options.data / "test.tokens"), model.config.max_length
         windows_BT = read_windows(tokens, spread_windows(tokens, length, options.windows), length)
         row = {"run": folder.name, **analyse(model, windows_BT)}

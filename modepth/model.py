@@ -83,15 +83,15 @@ class Transformer(Decoder):
         return self.layers
 
     def reset_parameters(self) -> None:
-        """Normal, std 0.02; projections back into the stream smaller, so that depth does not widen it."""
+        """Normal, std 0.02 at width 1024 and as 1/sqrt(dim) elsewhere; by depth smaller where it adds to the stream."""
+        std = 0.02 * math.sqrt(1024 / self.config.dim)
+        std_into_stream = std / math.sqrt(2 * self.config.num_layers)
         for name, module in self.named_modules():
             if isinstance(module, Router | ExpertRouter | nn.RMSNorm):
                 module.reset_parameters()
             elif isinstance(module, nn.Linear | nn.Embedding) and ".router." not in name:
                 into_stream = name.endswith(("o_proj", "down_proj"))
-                nn.init.normal_(
-                    module.weight, std=0.02 / math.sqrt(2 * self.config.num_layers) if into_stream else 0.02
-                )
+                nn.init.normal_(module.weight, std=std_into_stream if into_stream else std)
 
     def forward(
         self,

@@ -41,7 +41,7 @@ def tiny_model(seed=0, **changes):
     model = Transformer(tiny_config(**changes))
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(3.0)
+            parameter.mul_(1.5)
         for layer in model.layers:
             if layer.router is not None and model.config.routing.router_init == "normal":
                 layer.router.score.weight.normal_(std=2.0)

@@ -447,7 +447,7 @@ def test_show_depth_colours_every_token_that_was_read(trained, capsys):
 
 
 @pytest.mark.parametrize(
-    "flags", [["--rule", "router"], ["--capacity", "0.9"], ["--capacity", "0.9", "--rule", "predictor"]]
+    "flags", [["--rule", "predictor"], ["--capacity", "0.9"], ["--capacity", "0.9", "--rule", "router"]]
 )
 def test_the_rule_and_the_dial_change_what_is_routed(flags, trained, capsys):
     used = []

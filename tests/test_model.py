@@ -414,6 +414,16 @@ def test_router_losses_belong_to_top_k_mode_with_or_without_targets():
     assert model(tokens, targets=tokens, mode="causal").router_losses == {}
 
 
+@pytest.mark.parametrize("dim", [64, 256])
+def test_weights_begin_at_a_size_that_follows_width_and_depth(dim):
+    model = Transformer(ModelConfig(vocab_size=97, num_layers=8, dim=dim, num_heads=4))
+    block = model.layers[0]
+    for inner in (model.embed_tokens, block.self_attn.q_proj, block.mlp.up_proj):
+        assert inner.weight.std().item() == pytest.approx(0.64 / dim**0.5, rel=0.05)
+    for into_stream in (block.self_attn.o_proj, block.mlp.down_proj):
+        assert into_stream.weight.std().item() == pytest.approx(0.16 / dim**0.5, rel=0.05)
+
+
 def test_a_model_without_storage_is_filled_by_reset_parameters():
     torch.manual_seed(5)
     expected = Transformer(tiny_config(predictor=5, cutoff=0.5)).state_dict()
