@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from modepth.attention import causal_attention
 from modepth.cache import NewTokens
 from modepth.config import ModelConfig
 from modepth.routing import Routing
@@ -32,7 +33,6 @@ class Attention(nn.Module):
         self.number = number  # of the layer
         self.head_dim = config.head_dim
         self.dropout = config.dropout
-        self.grouped = config.kv_heads < config.num_heads
         kv_dim = config.kv_heads * config.head_dim
         self.q_proj = nn.Linear(config.dim, config.dim, bias=False)
         self.k_proj = nn.Linear(config.dim, kv_dim, bias=False)
@@ -47,14 +47,8 @@ class Attention(nn.Module):
         if context.new is not None:
             return self.o_proj(context.new.attend(self.number, q_BTHE, k_BTHE, v_BTHE).flatten(2))
         # Routed tokens are sorted by position and padding comes last, so lower triangular is right for all.
-        out_BHTE = F.scaled_dot_product_attention(
-            q_BTHE.transpose(1, 2),
-            k_BTHE.transpose(1, 2),
-            v_BTHE.transpose(1, 2),
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=True,
-            enable_gqa=self.grouped,
-        )
+        q_BHTE, k_BGTE, v_BGTE = (each.transpose(1, 2) for each in (q_BTHE, k_BTHE, v_BTHE))
+        out_BHTE = causal_attention(q_BHTE, k_BGTE, v_BGTE, self.dropout if self.training else 0.0)
         return self.o_proj(out_BHTE.transpose(1, 2).flatten(2))
 
 

@@ -91,9 +91,10 @@ def all_laws() -> set[str]:
 def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder)  # as it is now: the tree may be edited meanwhile
-        for name in ("modepth", "tests"):
+        for name in ("modepth", "tests", "docs", "examples", "recipes", "benchmarks"):
             shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-        shutil.copy(ROOT / "pyproject.toml", source)
+        for name in ("pyproject.toml", "README.md"):
+            shutil.copy(ROOT / name, source)
         return report(source, sys.argv[1:])
 
 
