@@ -5,6 +5,7 @@ import math
 import random
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -117,15 +118,17 @@ def test_requests_of_different_dials_share_a_batch_and_answer_as_alone(model):
 
 @pytest.mark.law
 def test_a_long_prompt_does_not_hold_up_the_others(model):
-    """The others get a token at every step, and no step reads more of the prompt than its piece."""
-    engine = Engine(model, limits=Limits(prompt_piece=4, prompt_saved=0))
-    talking = engine.submit([Request(prompt=[1], sampling=Sampling(max_tokens=30)) for _ in range(3)])
+    """The others get a token at every step; what a long step leaves of the prompt waits, then goes by pieces."""
+    engine = Engine(model, limits=Limits(prompt_piece=4, prompt_alone=20))
+    talking = engine.submit([Request(prompt=[1], sampling=Sampling(max_tokens=60)) for _ in range(3)])
     engine.step()
     (long,) = engine.submit([Request(prompt=prompts_of()[11], sampling=Sampling(max_tokens=1))])  # 44 tokens
-    for step in range(1, 12):
+    read = []
+    while engine.num_admitted > 3:
         events = engine.step()
         assert {id(event.ticket) for event in events} >= {id(ticket) for ticket in talking}
-        assert engine.num_read["prompt"] == 3 + 4 * step
+        read.append(engine.num_read["prompt"] - 3 - sum(read))
+    assert [(step, count) for step, count in enumerate(read) if count] == [(0, 20), (41, 20), (42, 4)]
     assert events[-1].ticket is long
     assert events[-1].ending == "length"
 
@@ -140,8 +143,8 @@ def test_a_budget_is_shared_out_fairly(wanted, budget):
     assert not cut or sum(shares) >= min(budget, sum(wanted))
     prompts = [want + 1 for want in wanted]
     many = [1] * 201
-    counts, _ = next_counts([*many, *prompts], Limits(prompt_piece=budget, prompt_saved=0), 0)
-    assert counts == [*many, *share_out(prompts, budget + 60)]
+    counts, _ = next_counts([*many, *prompts], Limits(prompt_piece=budget + 100), 0)
+    assert counts == [*many, *share_out(prompts, budget + 160)]
     assert next_counts(prompts, Limits(prompt_piece=1), 0)[0] == share_out(prompts, 512)
 
 
@@ -159,28 +162,46 @@ def test_pieces_are_what_lengthens_a_step_by_three_tenths(monkeypatch, fixed, ro
     assert token * (limits.piece(20) - 1) <= 0.3 * (fixed + 20 * row)  # a step of 20 rows is no longer than by that
 
 
-def test_what_was_saved_is_read_at_once_and_what_keeps_coming_in_one_step_of_forty():
-    limits, saved, unread, read = Limits(prompt_piece=4, prompt_saved=300, row_piece=0.0), 300, 900, []
-    for _ in range(100):
-        (_, _, count), saved = next_counts([1, 1, unread], limits, saved)
-        unread -= count
-        read.append(count)
-    assert [(step, count) for step, count in enumerate(read) if count] == [(0, 304), (40, 160), (80, 160)]
-    for _ in range(100):
-        counts, saved = next_counts([1, 1, 1], limits, saved)
-        assert counts == [1, 1, 1]
-    assert saved == 300
+@given(
+    st.integers(1, 60),
+    st.integers(1, 64),
+    st.lists(st.tuples(st.integers(0, 30), st.integers(2, 900)), max_size=60),
+)
+def test_long_steps_are_forty_apart_and_on_average_prompts_read_their_piece(piece, generating, arrivals):
+    limits = Limits(prompt_piece=piece, row_piece=0.0)
+    rested, prompts, read = limits.prompt_alone, [], []
+    for pause, length in arrivals:
+        prompts = [*prompts[: generating - 1], length]  # never more than generate
+        for _ in range(pause):
+            counts, rested = next_counts([1] * generating + prompts, limits, rested)
+            assert counts[:generating] == [1] * generating
+            left = [whole - count for whole, count in zip(prompts, counts[generating:], strict=True)]
+            prompts = [count for count in left if count > 1]
+            read.append(sum(counts[generating:]))
+    most = max(piece, generating)  # each that may read reads a token at least
+    long = [step for step, count in enumerate(read) if count > most]
+    assert all(later - sooner > 40 for sooner, later in pairwise(long))
+    assert all(read[step] <= 512 for step in long)
+    assert sum(read) <= 512 + 2 * most * len(read)
 
 
-def test_a_prompt_for_which_enough_is_saved_does_not_wait():
-    limits = Limits(prompt_piece=4, row_piece=0.0)
-    assert next_counts([1, 1, 9], limits, 4) == ([1, 1, 0], 8)
-    assert next_counts([1, 1, 9], limits, 8) == ([1, 1, 9], 3)
+def test_a_short_prompt_does_not_wait_behind_a_long_one():
+    limits, unread, rested = Limits(prompt_piece=4, row_piece=0.0), [1, 1, 1, 700, 14], 40
+    (*_, long, short), rested = next_counts(unread, limits, rested)
+    assert (long, short, rested) == (146, 14, 0)
+    assert [next_counts([1, 1, 1, 554, left], limits, 0)[0][3:] for left in (17, 16, 3)] == [[0, 0], [0, 4], [0, 3]]
+
+
+def test_what_comes_after_a_pause_is_read_at_once():
+    assert next_counts([1, 1, 400], Limits(prompt_piece=4, row_piece=0.0), 100) == ([1, 1, 400], 0)
+    assert next_counts([1, 1, 400], Limits(prompt_piece=4, row_piece=0.0), 50) == ([1, 1, 200], 0)
 
 
 def test_where_more_wait_than_generate_prompts_are_read_as_if_nobody_did():
-    assert next_counts([1, 100, 200], Limits(prompt_piece=4), 0) == ([1, 100, 200], 4)
-    assert next_counts([1, 1, 100, 200], Limits(prompt_piece=4, row_piece=0.0), 0) == ([1, 1, 0, 0], 4)
+    limits = Limits(prompt_piece=4, row_piece=0.0)
+    assert next_counts([1, 100, 200], limits, 0) == ([1, 100, 200], 0)
+    assert next_counts([100, 200], limits, 0) == ([100, 200], 1)  # it held up nobody
+    assert next_counts([1, 1, 100, 200], limits, 0) == ([1, 1, 0, 0], 1)
 
 
 # -- admission

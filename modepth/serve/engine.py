@@ -32,7 +32,8 @@ ENDINGS: tuple[str, ...] = (*get_args(Reason), "cancelled", "failed")
 
 
 LONGER = 0.3  # the share by which prompts may lengthen the steps in which others generate, on average
-STEPS_BETWEEN = 40  # of those that read prompts which keep coming: so nineteen of twenty are as short as without
+STEPS_BETWEEN = 40  # those that read long prompts: so nineteen of twenty are as short as without
+SHORT = 4  # pieces, or fewer, of a prompt are read one by one, which makes no step long
 UNMEASURED = 8  # tokens
 
 
@@ -51,8 +52,6 @@ class Limits:
     prompt_piece  tokens that they read, on average, in a step in which one row generates. None: a server measures what
                   its machine can read so; an engine by itself takes 8
     row_piece     how many more for each further row that generates; measured with the piece
-    prompt_saved  pieces are saved up, to so many tokens, until they are worth a step: what comes now and then is read
-                  at once, and what keeps coming lengthens few steps. 0: they are read as they come
 
     >>> Limits(rows=16).rows
     16
@@ -64,7 +63,6 @@ class Limits:
     prompt_alone: int = 512
     prompt_piece: int | None = None
     row_piece: float = 0.3
-    prompt_saved: int = 512
 
     def __post_init__(self) -> None:
         for name in ("requests", "tokens", "rows", "prompt_alone"):
@@ -72,7 +70,6 @@ class Limits:
         if self.prompt_piece is not None:
             check_count("prompt_piece", self.prompt_piece, low=1)
         check_number("row_piece", self.row_piece, low=0.0)
-        check_count("prompt_saved", self.prompt_saved, low=0)
 
     def piece(self, num_generating: int) -> int:
         """Tokens that prompts read beside so many rows that generate."""
@@ -137,7 +134,7 @@ class Engine:
         self.num_admitted = 0
         self.num_reserved = 0  # tokens
         self.seated: list[Ticket] = []  # those with rows, in order of arrival
-        self.saved = self.limits.prompt_saved  # tokens that prompts may read beyond their pieces
+        self.rested = max(STEPS_BETWEEN, self.limits.prompt_alone)  # steps since the last long one
         self.num_steps = 0
         self.num_read: Counter[str] = Counter()  # tokens, of prompts and generated
         self.endings: Counter[str] = Counter()
@@ -207,7 +204,7 @@ class Engine:
         """Read some tokens of every seated request; what came of it. Each ticket has one event with an ending."""
         events = [self.leave(ticket, "cancelled") for ticket in self.take_cancelled()]
         self.take_seats()
-        counts, self.saved = next_counts([ticket.row.num_unread for ticket in self.seated], self.limits, self.saved)
+        counts, self.rested = next_counts([ticket.row.num_unread for ticket in self.seated], self.limits, self.rested)
         together: dict[RoutingConfig | None, list[tuple[Ticket, int]]] = {}
         for ticket, count in zip(self.seated, counts, strict=True):
             if count:
@@ -283,33 +280,34 @@ class Engine:
         return Event(ticket, None, "", ending, ticket.take_notes(), error)
 
 
-def next_counts(unread: Sequence[int], limits: Limits, saved: int) -> tuple[list[int], int]:
-    """How many tokens each row reads, and what is saved after that: one where a row has only its last one left, the
-    prompts share what they may read.
+def next_counts(unread: Sequence[int], limits: Limits, rested: int) -> tuple[list[int], int]:
+    """How many tokens each row reads, and how many steps ago the last long one then is. Rows that generate read one.
+    Prompts share the pieces of the steps since, if these are many; if not, those that have little left share one piece
+    and the others wait. Where more wait than generate nobody is spared.
 
-    >>> next_counts([1, 100, 9, 1, 1, 1], Limits(prompt_piece=31, prompt_saved=0), saved=0)
-    ([1, 22, 9, 1, 1, 1], 0)
-    >>> next_counts([1, 100], Limits(prompt_piece=31), saved=0)
-    ([1, 0], 31)
-    >>> next_counts([1, 100], Limits(prompt_piece=31), saved=70)
-    ([1, 100], 1)
+    >>> next_counts([1, 1, 100, 9], Limits(prompt_piece=31), rested=0)
+    ([1, 1, 22, 9], 1)
+    >>> next_counts([1, 1, 200, 9], Limits(prompt_piece=31), rested=0)
+    ([1, 1, 0, 9], 1)
+    >>> next_counts([1, 1, 200, 9], Limits(prompt_piece=31), rested=40)
+    ([1, 1, 200, 9], 0)
     """
     prompts = [number for number, count in enumerate(unread) if count > 1]
     num_generating = len(unread) - len(prompts)
-    wanted = [unread[number] for number in prompts]
-    counts = [1] * len(unread)
-    crowd = len(prompts) > num_generating  # more would wait for those who generate than the other way round
     piece = limits.piece(num_generating)
-    if crowd:
-        shares = share_out(wanted, limits.prompt_alone)
-    elif piece + saved >= min(sum(wanted), STEPS_BETWEEN * piece, limits.prompt_saved):
-        shares = share_out(wanted, min(limits.prompt_alone, piece + saved))
+    if len(prompts) > num_generating:
+        budget = limits.prompt_alone
+    elif rested >= STEPS_BETWEEN:
+        budget = min(limits.prompt_alone, rested * piece)
     else:
-        shares = [0] * len(prompts)
+        budget = piece
+        prompts = [number for number in prompts if unread[number] <= SHORT * piece]
+    shares = share_out([unread[number] for number in prompts], budget)
+    counts = [int(count == 1) for count in unread]
     for number, share in zip(prompts, shares, strict=True):
         counts[number] = share
-    spent = 0 if crowd else sum(shares)
-    return counts, max(0, min(limits.prompt_saved, saved + piece - spent))
+    is_long = num_generating > 0 and sum(shares) > piece
+    return counts, 0 if is_long else rested + 1
 
 
 def share_out(wanted: Sequence[int], budget: int) -> list[int]:
