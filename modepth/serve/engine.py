@@ -33,7 +33,7 @@ ENDINGS: tuple[str, ...] = (*get_args(Reason), "cancelled", "failed")
 
 LONGER = 0.3  # the share by which prompts may lengthen the steps in which others generate, on average
 STEPS_BETWEEN = 40  # those that read long prompts: so nineteen of twenty are as short as without
-SHORT = 4  # pieces, or fewer, of a prompt are read one by one, which makes no step long
+SHORT = 8  # pieces, or fewer, of a prompt are read one by one, which makes no step long
 UNMEASURED = 8  # tokens
 
 
@@ -287,15 +287,16 @@ def next_counts(unread: Sequence[int], limits: Limits, rested: int) -> tuple[lis
 
     >>> next_counts([1, 1, 100, 9], Limits(prompt_piece=31), rested=0)
     ([1, 1, 22, 9], 1)
-    >>> next_counts([1, 1, 200, 9], Limits(prompt_piece=31), rested=0)
+    >>> next_counts([1, 1, 300, 9], Limits(prompt_piece=31), rested=0)
     ([1, 1, 0, 9], 1)
-    >>> next_counts([1, 1, 200, 9], Limits(prompt_piece=31), rested=40)
-    ([1, 1, 200, 9], 0)
+    >>> next_counts([1, 1, 300, 9], Limits(prompt_piece=31), rested=40)
+    ([1, 1, 300, 9], 0)
     """
     prompts = [number for number, count in enumerate(unread) if count > 1]
     num_generating = len(unread) - len(prompts)
     piece = limits.piece(num_generating)
-    if len(prompts) > num_generating:
+    crowd = len(prompts) > num_generating
+    if crowd:
         budget = limits.prompt_alone
     elif rested >= STEPS_BETWEEN:
         budget = min(limits.prompt_alone, rested * piece)
@@ -306,7 +307,7 @@ def next_counts(unread: Sequence[int], limits: Limits, rested: int) -> tuple[lis
     counts = [int(count == 1) for count in unread]
     for number, share in zip(prompts, shares, strict=True):
         counts[number] = share
-    is_long = num_generating > 0 and sum(shares) > piece
+    is_long = not crowd and sum(shares) > piece
     return counts, 0 if is_long else rested + 1
 
 
