@@ -189,7 +189,7 @@ def test_a_short_prompt_does_not_wait_behind_a_long_one():
     limits, unread, rested = Limits(prompt_piece=4, row_piece=0.0), [1, 1, 1, 700, 14], 40
     (*_, long, short), rested = next_counts(unread, limits, rested)
     assert (long, short, rested) == (146, 14, 0)
-    assert [next_counts([1, 1, 1, 554, left], limits, 0)[0][3:] for left in (33, 32, 3)] == [[0, 0], [0, 4], [0, 3]]
+    assert [next_counts([1, 1, 1, 554, left], limits, 0)[0][3:] for left in (17, 16, 3)] == [[0, 0], [0, 4], [0, 3]]
 
 
 def test_what_comes_after_a_pause_is_read_at_once():

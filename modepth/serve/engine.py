@@ -33,7 +33,7 @@ ENDINGS: tuple[str, ...] = (*get_args(Reason), "cancelled", "failed")
 
 LONGER = 0.3  # the share by which prompts may lengthen the steps in which others generate, on average
 STEPS_BETWEEN = 40  # those that read long prompts: so nineteen of twenty are as short as without
-SHORT = 8  # pieces, or fewer, of a prompt are read one by one, which makes no step long
+SHORT = 4  # pieces, or fewer, of a prompt are read one by one, which makes no step long
 UNMEASURED = 8  # tokens
 
 
