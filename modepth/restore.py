@@ -1,6 +1,7 @@
 """The tensors of a run, to and from a checkpoint: each process has its own pieces, at any number of processes."""
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -8,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from modepth import checkpoint
 from modepth.checkpoint import Checkpoint, Kinds, Piece
+from modepth.muon import Muon
 
 
 def pieces(tensors: dict[str, Tensor]) -> dict[str, Piece]:
@@ -53,7 +55,8 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, found: Ch
     """Give the optimiser its state back, shared out as the parameters are."""
     parameters = dict(model.named_parameters())
     owner = {name: name.rpartition(".")[0] for name in found.group("optimizer")}
-    check_fit(found, "optimizer", adam_kinds({name: parameters[name] for name in parameters.keys() & owner.values()}))
+    known = {name: parameters[name] for name in parameters.keys() & owner.values()}
+    check_fit(found, "optimizer", state_kinds(known, optimizer))
     # A moment has its parameter's shape; the count of steps has none and is everyone's.
     shared = {name: piece(parameters[owner[name]]) for name, entry in found.group("optimizer").items() if entry.shape}
     for name, value in found.load("optimizer", shared).items():
@@ -63,12 +66,14 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, found: Ch
         )
 
 
-def adam_kinds(parameters: dict[str, Tensor]) -> Kinds:
-    """What AdamW keeps of these parameters; of one that never had a gradient, nothing."""
+def state_kinds(parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> Kinds:
+    """What the optimiser keeps of these parameters; of one that never had a gradient, nothing."""
+    by_muon = {id(matrix) for matrix in optimizer.matrices} if isinstance(optimizer, Muon) else set()
     kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for name, parameter in parameters.items():
-        kinds[f"{name}.step"] = (torch.float32, ())
-        for moment in ("exp_avg", "exp_avg_sq"):
+        if id(parameter) not in by_muon:
+            kinds[f"{name}.step"] = (torch.float32, ())
+        for moment in ("momentum",) if id(parameter) in by_muon else ("exp_avg", "exp_avg_sq"):
             kinds[f"{name}.{moment}"] = (parameter.dtype, tuple(parameter.shape))
     return kinds
 

@@ -20,9 +20,10 @@ from modepth.cross_entropy import IGNORED
 from modepth.cutoffs import Place, cutoff_score, lowest_by_place, mean_cutoffs
 from modepth.data import TokenFile, evaluation_windows, read_windows
 from modepth.experts import ExpertRouting
-from modepth.model import Output
+from modepth.model import Decoder, Output
+from modepth.muon import Muon
 from modepth.parallel import clip_gradients, release, sync_gradients
-from modepth.routing import Routing, real_tokens
+from modepth.routing import KeptWide, Routing, real_tokens
 from modepth.validation import check_count
 from modepth.world import World
 
@@ -69,14 +70,31 @@ def windows_to_batch(windows_BT: Tensor) -> Batch:
     return Batch(windows_BT[:, :-1], windows_BT[:, 1:], torch.full((B,), T))
 
 
-def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW, with weight decay on matrices only."""
+def make_optimizer(model: Decoder, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW, or Muon for the matrices of the layers; with weight decay on matrices only."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    moved = {id(parameter) for parameter in muon_matrices(model)} if config.optimizer == "muon" else set()
+    rest = [parameter for parameter in parameters if id(parameter) not in moved]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in rest if p.dim() >= 2]},
+        {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=True)
+    options: dict[str, Any] = {
+        "lr": config.learning_rate,
+        "betas": (config.beta1, config.beta2),
+        "weight_decay": config.weight_decay,
+        "fused": True,
+    }
+    if config.optimizer == "muon":
+        return Muon([parameter for parameter in parameters if id(parameter) in moved], groups, **options)
+    return torch.optim.AdamW(groups, **options)
+
+
+def muon_matrices(model: Decoder) -> list[nn.Parameter]:
+    """The weights between states: not embeddings and logits, which look tokens up, nor routers, which only score."""
+    routers = [module for module in model.blocks().modules() if isinstance(module, KeptWide)]
+    scoring = {id(parameter) for router in routers for parameter in router.parameters()}
+    return [each for each in model.blocks().parameters() if each.dim() == 2 and id(each) not in scoring]
 
 
 def train_step(

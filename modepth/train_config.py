@@ -7,6 +7,7 @@ from modepth.validation import check_choice, check_count, check_flag, check_numb
 
 Precision = Literal["bfloat16", "float16"]
 Parallel = Literal["ddp", "fsdp"]
+Optimizer = Literal["adamw", "muon"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +17,7 @@ class TrainConfig:
     length            tokens of a training window; None: the model's max_length
     batch_size        windows of a step, over all processes
     micro_batch       windows of one forward in one process; None: all of the process's share at once
+    optimizer         adamw; or muon, for the matrices of the layers, and adamw for the rest, at the same learning rate
     warmup            share of the run over which the learning rate rises
     final_fraction    of the learning rate, reached by a cosine at the end of the run
     capacity_warmup   share of the run over which the capacity falls from 1 to the model's own
@@ -31,6 +33,7 @@ class TrainConfig:
     length: int | None = None
     batch_size: int = 16
     micro_batch: int | None = None
+    optimizer: Optimizer = "adamw"
     learning_rate: float = 3e-3
     warmup: float = 0.05
     final_fraction: float = 0.1
@@ -79,5 +82,8 @@ class TrainConfig:
         if self.precision is not None:
             check_choice("precision", self.precision, Precision)
         check_choice("parallel", self.parallel, Parallel)
+        check_choice("optimizer", self.optimizer, Optimizer)
+        if self.parallel == "fsdp" and self.optimizer == "muon":
+            raise ValueError("optimizer 'muon' needs whole matrices, and parallel 'fsdp' cuts them: train with 'ddp'")
         if self.parallel == "fsdp" and self.compile:
             raise ValueError("compile does not go with parallel 'fsdp' yet: drop compile, or train with 'ddp'")

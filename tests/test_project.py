@@ -68,7 +68,8 @@ MAY_IMPORT = {
     "world": {"rendezvous"},
     "schedule": {"adopted", "config", "flops"},
     "parallel": {"config", "experts", "model", "routing", "world"},
-    "restore": {"checkpoint"},
+    "muon": set(),
+    "restore": {"checkpoint", "muon"},
     "agreement": {"adopted", "checkpoint", "config", "data", "world"},
     "cutoffs": {"experts", "routing", "world"},
     "train": {
@@ -78,6 +79,7 @@ MAY_IMPORT = {
         "data",
         "experts",
         "model",
+        "muon",
         "parallel",
         "routing",
         "validation",
