@@ -306,7 +306,8 @@ class StrictLoader(yaml.SafeLoader):
     """YAML that reads 1e-5 as a number and refuses a key given twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key) for key, _ in node.value]
+        # `<<: *other` begins with another mapping's keys, of which some may be given anew.
+        keys = [self.construct_object(key) for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
         for key in keys:
             if keys.count(key) > 1:
                 raise ValueError(f"the key {key!r} is given twice")

@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError, fields
 import pytest
 
 from modepth import LossWeights, ModelConfig, RoutingConfig
-from modepth.config import TrainConfig, model_config_from_dict, model_config_to_dict, read_model_config
+from modepth.config import TrainConfig, model_config_from_dict, model_config_to_dict, read_model_config, read_plain
 from tests.oracles import tiny_config
 
 SHAPE = {"vocab_size": 97, "num_layers": 12, "dim": 64, "num_heads": 4}
@@ -114,6 +114,7 @@ def test_a_bad_model_field_is_named(field, value):
         ("checkpoint_activations", "yes"),
         ("precision", "float8"),
         ("parallel", "tensor"),
+        ("optimizer", "sgd"),
     ],
 )
 def test_a_bad_training_field_is_named(field, value):
@@ -235,6 +236,12 @@ def test_yaml_reads_exponents_as_numbers(tmp_path):
     path.write_text("vocab_size: 9\nnum_layers: 2\ndim: 4\nnum_heads: 1\nnorm_eps: 1e-5\nrope_theta: 5E5\n")
     config = read_model_config(path)
     assert (config.norm_eps, config.rope_theta) == (1e-5, 5e5)
+
+
+def test_a_yaml_mapping_may_begin_with_another_and_change_its_keys(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("first: &first {gate: tanh, capacity: 0.5}\nsecond: {<<: *first, capacity: 0.25}\n")
+    assert read_plain(path)["second"] == {"gate": "tanh", "capacity": 0.25}
 
 
 def test_a_directory_is_not_a_config(tmp_path):

@@ -23,7 +23,7 @@ STUDIES = sorted((ROOT / "benchmarks" / "studies").glob("*.yaml"))
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
 def test_every_study_plans_runs_of_equal_cost(path):
     config = read_sweep(path)
-    facts = FACTS._replace(vocab_size=512, tokens=dict.fromkeys(FACTS.tokens, 19_000_000))
+    facts = FACTS._replace(vocab_size=512, tokens=dict.fromkeys(FACTS.tokens, 48_000_000))
     runs = plan_runs(config, facts)
     assert {run.arm for run in runs} == set(config.arms)
     assert all(0.99 * run.budget < run.training_flops <= run.budget for run in runs)

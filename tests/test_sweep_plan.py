@@ -51,6 +51,15 @@ def test_the_dial_sets_width_heads_and_learning_rate_by_its_rule(dial, depth):
     assert dial.rate(depth) == pytest.approx(dial.learning_rate * (dial.at_width / width) ** dial.power)
 
 
+@given(DIALS, st.integers(1, 4), st.integers(1, 40))
+def test_a_dial_with_a_number_of_heads_keeps_it_and_widens_them(dial, num_heads, depth):
+    dial = replace(dial, num_heads=num_heads)
+    width = dial.width(depth)
+    assert dial.heads(depth) == num_heads
+    assert width % (2 * num_heads) == 0
+    assert abs(width - depth * dial.width_per_layer) <= max(num_heads, 2 * num_heads - depth)
+
+
 @given(ROUTINGS, st.integers(1, 9), st.floats(1e8, 1e9), st.sampled_from([None, 9]))
 def test_steps_follow_exactly_from_the_budget(routing, depth, budget, length):
     grids = [{"budgets": [budget], "depths": [depth], "arms": ["mod"]}]
@@ -182,6 +191,7 @@ def test_the_expected_time_counts_steps_measurements_and_starts():
         ({"grids": [{"budgets": [1e8], "depths": [0]}]}, r"grids\[0\].depths must be a whole number >= 1, got 0"),
         ({"grids": [{"budgets": [0], "depths": [2]}]}, r"grids\[0\].budgets must be a finite number >= 1.0, got 0"),
         ({"grids": [{"budgets": 1e8, "depths": [2]}]}, r"grids\[0\].budgets must be a list of one or more"),
+        ({"dial__num_heads": 0}, "dial.num_heads must be a whole number >= 1, got 0"),
         ({"dial__head_dim": 1}, "dial.head_dim must be a whole number >= 2, got 1"),
         ({"dial": None}, "dial must be a Dial, got None"),
         ({"repeats": "maybe"}, "repeats must be one of refuse, flag, got 'maybe'"),

@@ -34,8 +34,8 @@ SET_BY = {
 class Dial:
     """One number, the depth of the dense model, sets the others.
 
-    width          depth * width_per_layer, to the nearest multiple of head_dim
-    heads          width / head_dim
+    width          depth * width_per_layer, to the nearest multiple of head_dim, or of 2 * num_heads if that is given
+    heads          width / head_dim, or num_heads
     learning rate  learning_rate * (at_width / width) ** power
 
     >>> dial = Dial(width_per_layer=24, head_dim=32, learning_rate=1e-3, at_width=64, power=0.5)
@@ -45,21 +45,25 @@ class Dial:
 
     width_per_layer: float = 32.0
     head_dim: int = 32
+    num_heads: int | None = None
     learning_rate: float = 3e-3
     at_width: int = 128
     power: float = 0.5
 
     def __post_init__(self) -> None:
         check_count("head_dim", self.head_dim, low=2)
+        if self.num_heads is not None:
+            check_count("num_heads", self.num_heads, low=1)
         check_count("at_width", self.at_width, low=1)
         for name in ("width_per_layer", "learning_rate", "power"):
             check_number(name, getattr(self, name), low=0.0)
 
     def width(self, depth: int) -> int:
-        return self.head_dim * max(1, int(depth * self.width_per_layer / self.head_dim + 0.5))
+        unit = self.head_dim if self.num_heads is None else 2 * self.num_heads  # rotations are of pairs
+        return unit * max(1, int(depth * self.width_per_layer / unit + 0.5))
 
     def heads(self, depth: int) -> int:
-        return self.width(depth) // self.head_dim
+        return self.width(depth) // self.head_dim if self.num_heads is None else self.num_heads
 
     def rate(self, depth: int) -> float:
         return float(self.learning_rate * (self.at_width / self.width(depth)) ** self.power)
