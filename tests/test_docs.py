@@ -1,11 +1,13 @@
 """The documentation: its code runs, its site builds without a warning and fetches nothing."""
 
 import re
+import shlex
 import subprocess
 import sys
 
 import pytest
 
+from modepth.cli import make_parser
 from tests.documents import ROOT, blocks, run_snippets, text_of
 
 # Every page whose code claims to run, and the test that runs it.
@@ -34,6 +36,29 @@ def test_every_page_with_code_is_run_by_a_test():
         text = (ROOT / path).read_text()
         assert f"def {function}(" in text, test
         assert f'"{name}"' in text, test
+
+
+def commands_of(name):
+    """Our commands in the `sh` blocks of a page, a list of words each."""
+    lines = "".join(blocks(text_of(name), "sh")).replace("\\\n", " ").splitlines()
+    words = [shlex.split(line, comments=True) for line in lines]
+    return [each[1:] for each in words if each and each[0].rpartition("/")[2] == "modepth"]
+
+
+@pytest.mark.parametrize("name", RUN_BY)
+def test_every_command_of_a_page_is_one(name):
+    for words in commands_of(name):
+        assert " ".join(words).startswith(make_parser().parse_args(words).command), words
+
+
+def test_commands_are_found_in_the_pages():
+    assert {words[0] for name in RUN_BY for words in commands_of(name)} >= {
+        "serve",
+        "train",
+        "sweep",
+        "convert",
+        "flops",
+    }
 
 
 @pytest.mark.parametrize("name", [name for name, test in RUN_BY.items() if "test_docs" in test])

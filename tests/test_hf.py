@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from modepth import LossWeights, RoutingConfig
 from modepth.hf import calibrate, convert, restore, routing_mode, set_routing, summary, verify
 from modepth.hf.cache import RoutedEntry
 from modepth.hf.layer import RoutedLayer
-from tests.documents import run_snippets, text_of
+from tests.documents import blocks, run_snippets, smaller, text_of
 from tests.family_checks import assert_routes_some, converted, generated, ragged_prompts
 from tests.tiny_models import tiny_model
 
@@ -403,3 +404,11 @@ def test_the_dial_changes_what_may_change_and_nothing_else() -> None:
 
 def test_the_python_of_the_page_on_converting_runs() -> None:
     assert run_snippets(text_of("converting.md"))["out"].shape == (4, 16)
+
+
+def test_the_readmes_conversion_runs(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    (block,) = (each for each in blocks(text_of("README.md"), "python") if "from modepth.hf" in each)
+    names: dict[str, Any] = {}
+    exec(smaller(block, {"path/to/llama": str(tmp_path)}), names)
+    assert type(names["model"].config).model_type == "mod_llama"

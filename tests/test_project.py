@@ -523,17 +523,19 @@ def test_the_readme_shows_the_core_function_as_it_is():
 
 def snippets():
     """The README's blocks that run by themselves."""
-    found = [block for block in readme_blocks() if block.startswith("import torch")]
-    assert len(found) == 2
+    found = [block for block in readme_blocks() if block.startswith(("import torch", "from modepth"))]
+    assert len(found) == 3
     return found
 
 
 def test_the_readmes_snippets_run_and_print_what_they_say(capsys):
-    layer, decoder = snippets()
+    layer, decoder, generation = snippets()
     exec(layer, {})
     assert capsys.readouterr().out == "tensor([32, 13])\n"
     exec(decoder, {})
     assert "\n[1, 3]\ntensor(" in capsys.readouterr().out
+    exec(generation, {})
+    assert len(re.findall(r"length \[(?:\d, )*\d\]\n", capsys.readouterr().out)) == 2
 
 
 def test_the_readmes_config_is_one():
