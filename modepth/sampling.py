@@ -82,9 +82,12 @@ def probabilities(logits_V: Tensor, sampling: Sampling) -> Tensor:
     >>> probabilities(torch.tensor([0.0, 0.0, 1.0]).double(), Sampling(temperature=1.0, top_k=2)).count_nonzero()
     tensor(2)
     """
-    order_V = logits_V.argsort(descending=True, stable=True)
     # Less the highest first, so that a temperature near 0 cannot overflow.
-    share_V = ((logits_V[order_V] - logits_V.max()) / sampling.temperature).softmax(0)
+    share_V = ((logits_V - logits_V.max()) / sampling.temperature).softmax(0)
+    if sampling.top_k is None and sampling.top_p in (None, 1.0):
+        return share_V
+    order_V = logits_V.argsort(descending=True, stable=True)
+    share_V = share_V[order_V]
     if sampling.top_k is not None:
         share_V[sampling.top_k :] = 0
         share_V = share_V / share_V.sum()
