@@ -152,6 +152,20 @@ def test_the_map_is_read_by_keyboard_alone(page, client):
     expect(readout).to_contain_text(f"Token {len(answer['tokens'])} ")
 
 
+def test_the_thresholds_are_those_of_the_setting_that_generates(page, client):
+    write(page, TEXT)
+    page.route("**/v1/depth", lambda route: route.continue_() if len(route.request.post_data) < 40 else None)
+    page.locator("#most").fill("2")
+    page.get_by_label("25 %", exact=True).check()
+    page.locator("#generate").click()  # before the text was read at this setting, which is now never answered
+    expect(page.locator(".token.made")).to_have_count(2)
+    settled(page)
+    page.locator(".map").focus()
+    answer = depth_of(client, TEXT, 0.25)
+    assert answer["thresholds"] != depth_of(client, TEXT)["thresholds"]
+    expect(page.locator("#shown .readout")).to_have_text(expected_readout(answer, 0, 5))
+
+
 def test_a_dense_model_says_that_it_is_one(browser):
     dense = tiny_served(model=tiny_model(vocab_size=256, max_length=999, routing=None).double().eval(), dial={})
     with serving(lambda: dense) as client, open_page(browser, client.base_url) as page:
@@ -213,9 +227,14 @@ def test_a_server_that_is_loading_is_waited_for(browser, shipped):
 
     with serving(slowly, ready=False) as client, open_page(browser, client.base_url) as page:
         message(page, "loading", "The server is still loading the model.")
+        page.get_by_role("button", name="English").click(force=True)  # it waits too: nothing can be asked yet
+        page.locator("#text").press("Control+Enter")
         go.set()
         expect(page.locator(".token").first).to_be_visible()
         expect(page.locator("#message")).to_be_hidden()
+        page.get_by_label("50 %", exact=True).check()
+        page.get_by_role("button", name="English").click()
+        expect(page.locator(".tokens")).to_contain_text("The router looks")
 
 
 def test_a_server_that_stops_midway_is_missed_and_taken_up_again(browser):
@@ -236,6 +255,41 @@ def test_a_server_that_stops_midway_is_missed_and_taken_up_again(browser):
             with serving(lambda: served, port=port):
                 expect(page.locator("#message")).to_be_hidden()
                 expect(page.locator(".tokens")).to_have_text("other text")
+
+
+def test_a_server_that_comes_back_is_asked_which_model_it_has(browser, shipped):
+    """Whether it went in the middle of an answer or in between; the chosen setting stays, where there is one."""
+    with ExitStack() as first:
+        client = first.enter_context(serving(tiny_served))
+        port = client.base_url.port
+        with open_page(browser, client.base_url) as page:
+            write(page, "some text")
+            page.get_by_label("25 %", exact=True).check()
+            page.locator("#most").fill("2900")
+            page.locator("#generate").click()
+            expect(page.locator(".token.made").nth(3)).to_be_visible()
+            first.close()
+            message(page, "gone", "The server stopped in the middle of the answer.")
+            with serving(lambda: shipped, port=port):
+                message(page, "back", "The server is back.")
+                expect(page.locator("#model")).to_contain_text("Model modepth: 7 layers")
+                assert page.locator("#dial label").all_inner_texts()[1:] == [
+                    "6.25 %",
+                    "12.5 %",
+                    "25 %",
+                    "50 %",
+                    "100 %",
+                ]
+                assert page.get_by_label("25 %", exact=True).is_checked()
+                page.get_by_label("50 %", exact=True).check()
+                settled(page)
+            page.locator("#text").fill("other text")
+            message(page, "gone", "The server cannot be reached")
+            with serving(tiny_served, port=port):
+                expect(page.locator(".tokens")).to_have_text("other text")
+                expect(page.locator("#model")).to_contain_text("Model tiny: 3 layers")
+                expect(page.locator("#message")).to_be_hidden()
+                assert page.get_by_label("as trained").is_checked()  # this model has no 50 %
 
 
 def test_what_the_server_refuses_is_shown_in_its_own_words(page):

@@ -7,7 +7,16 @@ from playwright.sync_api import expect
 
 from modepth.plots import token_map
 from modepth.report import View, write_run_report
-from tests.browser import CONTRAST, TEXT, depth_of, expected_readout, layers_shown, open_page, skip_without_chromium
+from tests.browser import (
+    CONTRAST,
+    TEXT,
+    depth_of,
+    expected_readout,
+    layers_shown,
+    message,
+    open_page,
+    skip_without_chromium,
+)
 from tests.serving import serving
 from tests.test_serve_rows import layers, row, write_log
 
@@ -43,6 +52,23 @@ def test_the_curves_of_a_run_follow_its_log(browser, shipped, run):
         expect(loss.locator(".readout")).to_contain_text("FLOPs 45B")
         run.drop_from(20)  # as a run that goes on from an older checkpoint
         expect(page.locator("#progress")).to_contain_text("step 15")
+
+
+def test_each_view_has_messages_of_its_own_and_a_refusal_does_not_end_the_curves(browser, shipped, run):
+    with serving(lambda: replace(shipped, log=run)) as client, open_page(browser, client.base_url) as page:
+        expect(page.locator(".token").first).to_be_visible()
+        page.locator("#text").fill("word " * 900)
+        message(page, "refused", "more than the model's context of 512")
+        page.route("**/v1/run?*", lambda route: route.fulfill(status=500, json={"error": {"message": "a bad moment"}}))
+        page.get_by_role("tab", name="Training").click()
+        expect(page.locator("#run-message")).to_have_text("a bad moment")
+        expect(page.locator("#message")).to_be_hidden()
+        page.unroute("**/v1/run?*")
+        expect(page.locator("#progress")).to_contain_text("modepth: step 41")
+        expect(page.locator("#run-message")).to_be_hidden()
+        page.get_by_role("tab", name="Depth").click()
+        message(page, "refused", "more than the model's context of 512")
+        expect(page.locator("#message")).to_be_visible()
 
 
 def test_a_report_has_the_same_views_in_one_file(browser, client, run, tmp_path):
