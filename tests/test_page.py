@@ -61,6 +61,26 @@ def test_the_shading_is_what_the_server_says_of_the_text_that_was_typed(page, cl
     expect(page.locator("#count")).to_have_text("Type a text, or take an example.")
 
 
+def test_a_character_of_several_tokens_is_shown_once_and_each_token_has_its_cell(page, client):
+    text = "café 日本 😀"
+    write(page, text)
+    tokens = depth_of(client, text)["tokens"]
+    assert len(tokens) > len(text)
+    assert layers_shown(page) == [len(token["layers"]) for token in tokens]
+    for token in page.locator(".token, .column .label").all():
+        box = token.bounding_box()
+        assert min(box["width"], box["height"]) > 3
+    parts = [place for place, token in enumerate(tokens) if not token["text"]]
+    page.locator(".token").nth(parts[0]).hover()
+    expect(page.locator("#shown .readout")).to_contain_text(
+        f"Token {parts[0] + 1} (a part of a character): computed by"
+    )
+    page.locator("#most").fill("3")
+    page.locator("#generate").click()
+    expect(page.locator(".token.made")).to_have_count(3)
+    expect(page.locator(".tokens")).to_contain_text(text)
+
+
 def test_examples_are_one_key_away(page):
     before = layers_shown(page)
     page.get_by_role("button", name="English").press("Enter")

@@ -2,6 +2,7 @@
 // A depth is what /v1/depth answers; a stream adds tokens, and fills in what the layers did once a token was read.
 
 const LABEL_LETTERS = 10;
+const PART = "◦"; // where a character takes several tokens, all but its last one are without text
 
 class DepthView {
   constructor(place, label) {
@@ -63,7 +64,7 @@ class DepthView {
       const place = this.items.length;
       const span = element("span", { class: `token unread${made ? " made" : ""}`, "data-place": place });
       span.textContent = text.replaceAll("\n", "⏎\n");
-      const label = element("span", { class: "label", text: visible(text, LABEL_LETTERS) });
+      const label = element("span", { class: "label", text: visible(text, LABEL_LETTERS) || PART });
       const column = element("div", { class: "column unread", "data-place": place });
       column.append(...this.kinds.map((kind) => element("i", { class: kind })), label);
       this.items.push({ text, span, column, layers: null, scores: null });
@@ -175,7 +176,7 @@ class DepthView {
   }
 
   describe({ place, layer }, item) {
-    const token = `Token ${place + 1} “${visible(item.text)}”`;
+    const token = `Token ${place + 1} ${item.text ? `“${visible(item.text)}”` : "(a part of a character)"}`;
     const { routed_layers: routed, num_layers: count } = this.model;
     if (item.layers === null) return `${token}: not read yet, so no layer has computed it.`;
     const used = item.layers;
