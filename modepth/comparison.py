@@ -156,7 +156,7 @@ def routing_pictures(name: str, model: Transformer, validation: TokenFile, token
 def depth_data(name: str, model: Transformer, validation: TokenFile, tokenizer: Tokenizer) -> dict[str, object]:
     """The same snippet, to look into."""
     depth = read_depth(model, validation_windows(model, validation)[0].tolist(), tokenizer)
-    snippet = {**depth, "tokens": depth["tokens"][-SNIPPET:]}
+    snippet = {**depth, "num_read": len(depth["tokens"]), "tokens": depth["tokens"][-SNIPPET:]}
     return {"kind": "depth", "label": f"A validation snippet, read by {name}", "depth": snippet}
 
 

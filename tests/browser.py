@@ -113,7 +113,9 @@ CONTRAST = """(places) => {
     return colour === "rgba(0, 0, 0, 0)" && place.parentElement ? back(place.parentElement) : colour;
   };
   return places.map((place) => {
-    const [one, other] = [light(getComputedStyle(place).color), light(back(place))].sort((a, b) => b - a);
+    const { fill, color } = getComputedStyle(place);
+    const ink = place instanceof SVGElement ? fill : color;
+    const [one, other] = [light(ink), light(back(place))].sort((a, b) => b - a);
     return (one + 0.05) / (other + 0.05);
   });
 }"""

@@ -4,6 +4,18 @@
 const LABEL_LETTERS = 10;
 const PART = "◦"; // where a character takes several tokens, all but its last one are without text
 
+// What was spent, by the names of the cards that say it.
+function costTexts(cost, routedShare) {
+  return {
+    flops: cost ? percent(cost.flops_share) : "–",
+    cache: cost ? bytes(cost.cache_bytes) : "–",
+    "cache-share": cost
+      ? `${percent(cost.cache_bytes / cost.dense_cache_bytes)} of ${bytes(cost.dense_cache_bytes)} dense`
+      : "of the dense model's",
+    routed: routedShare === null ? "–" : percent(routedShare),
+  };
+}
+
 class DepthView {
   constructor(place, label) {
     this.tokens = element("div", { class: "tokens", role: "group", "aria-label": `${label}: tokens shaded by depth` });
@@ -54,6 +66,22 @@ class DepthView {
     this.begin(depth);
     this.add(depth.tokens.map((token) => token.text));
     this.fill(depth.tokens.map((token) => token.layers), depth.tokens.map((token) => token.scores));
+  }
+
+  // The totals of a depth that is shown, above it; of `num_read` tokens, where only the last of them are shown.
+  showTotals({ cost, tokens, num_read: count = tokens.length }) {
+    const texts = costTexts(cost, this.routedShare());
+    const card = (name, value, of) =>
+      element("div", {}, element("dt", { text: name }), element("dd", { text: value }), element("dd", { class: "quiet", text: of }));
+    const cards = element(
+      "dl",
+      { class: "totals" },
+      card("FLOPs spent", texts.flops, "of the dense model's"),
+      card("Cache", texts.cache, texts["cache-share"]),
+      card("Routed", texts.routed, "of tokens, in routed layers"),
+    );
+    const all = `FLOPs and cache are those of all ${count} tokens that were read. The last ${tokens.length} are shown.`;
+    this.tokens.before(cards, ...(count > tokens.length ? [element("p", { class: "quiet", text: all })] : []));
   }
 
   // New tokens, which no layer has read yet; `made`: by the model.

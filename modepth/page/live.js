@@ -113,13 +113,7 @@ function capacity() {
 }
 
 function showTotals(cost, speed, how = "") {
-  const share = view.routedShare();
-  find("flops").textContent = cost ? percent(cost.flops_share) : "–";
-  find("cache").textContent = cost ? bytes(cost.cache_bytes) : "–";
-  find("cache-share").textContent = cost
-    ? `${percent(cost.cache_bytes / cost.dense_cache_bytes)} of ${bytes(cost.dense_cache_bytes)} dense`
-    : "of the dense model's";
-  find("routed").textContent = share === null ? "–" : percent(share);
+  for (const [name, text] of Object.entries(costTexts(cost, view.routedShare()))) find(name).textContent = text;
   find("speed").textContent = speed ? compact(Number(speed.toPrecision(3))) : "–";
   find("speed-of").textContent = how || "here, on this server";
 }
