@@ -2,7 +2,10 @@
 
 import json
 
+import pytest
+
 from modepth.runlog import RunLog
+from modepth.serve.rows import rows_since
 from tests.serving import serving, tiny_served
 
 
@@ -36,6 +39,7 @@ def test_rows_are_sent_once_and_hold_no_number_that_is_none(tmp_path):
         assert client.get("/v1/run", params=known).json()["rows"] == []
         run.add(row(45))
         assert [each["step"] for each in client.get("/v1/run", params=known).json()["rows"]] == [45]
+        assert len(client.get("/v1/run", params=known | {"start": 4}).json()["rows"]) == 7
         run.drop_from(10)
         again = client.get("/v1/run", params=known).json()
         assert (again["start"], [each["step"] for each in again["rows"]]) == (0, [0, 5])
@@ -44,3 +48,29 @@ def test_rows_are_sent_once_and_hold_no_number_that_is_none(tmp_path):
         run.path.unlink()
         assert client.get("/v1/run").json()["rows"] == []
         assert json.loads(client.get("/openapi.json").text)["paths"]["/v1/run"]
+
+
+def test_nothing_is_read_twice_and_no_half_row_is_told(tmp_path):
+    log = write_log(tmp_path)
+    first = rows_since("mine", log, 0, "")
+    with log.path.open("r+b") as file:
+        file.write(b"overwritten")  # whoever reads it again cannot go on
+    log.add(row(45))
+    with log.path.open("a") as file:
+        file.write('{"step": 50, "lo')
+    news = rows_since("mine", log, 10, first["log"])
+    assert (news["start"], [each["step"] for each in news["rows"]]) == (10, [45])
+    with log.path.open("a") as file:
+        file.write('ss": 4.0}\n')
+    again = rows_since("mine", log, 11, news["log"])
+    assert (again["start"], [each["step"] for each in again["rows"]]) == (11, [50])
+    assert rows_since("mine", log, 12, again["log"])["log"] == again["log"]
+
+
+@pytest.mark.parametrize(
+    "known", ["", "5", "1-2-3", "x-1-1", "-1-10-100", "9" * 99, "{file}-10-999999999", "{file}-٣-1"]
+)
+def test_who_knows_nothing_of_this_log_is_told_all_of_it(tmp_path, known):
+    log = write_log(tmp_path)
+    told = rows_since("mine", log, 3, known.format(file=log.path.stat().st_ino))
+    assert (told["start"], len(told["rows"])) == (0, 10)
