@@ -55,6 +55,11 @@ def test_the_curves_of_a_run_follow_its_log(browser, shipped, run):
         page.get_by_label("training FLOPs").check()
         loss.locator(".plot").press("End")
         expect(loss.locator(".readout")).to_contain_text("FLOPs 45B")
+        run.add(row(12345, **layers(0.2)))
+        expect(page.locator("#progress")).to_contain_text("step 12345")
+        page.get_by_label("steps").check()
+        loss.locator(".plot").press("End")
+        expect(loss.locator(".readout")).to_contain_text("step 12,345: training")
         run.drop_from(20)  # as a run that goes on from an older checkpoint
         expect(page.locator("#progress")).to_contain_text("step 15")
 
@@ -128,6 +133,10 @@ def test_a_report_of_the_command_fits_and_can_be_read_on_any_screen(browser, rep
         for plot in page.locator(".plot").all():
             plot.press("End")  # its readout is text too
         check_fit(page, width, scheme)
+        table = page.locator("table").first
+        for cell in table.locator("td").all():
+            box = cell.bounding_box()
+            assert box["x"] + box["width"] <= width  # seen without scrolling
         assert "\ufffd" not in page.locator(".tokens").text_content()[8:]  # the first may be the rest of a character
 
 
