@@ -123,7 +123,8 @@ class Chart {
     const place = this.toX(x);
     const line = `<line x1="${place}" x2="${place}" y1="${MARGIN.top}" y2="${CHART_HEIGHT - MARGIN.bottom}"/>`;
     cursor.innerHTML = line + dots.join("");
-    const exact = this.xName === "step" ? x.toLocaleString("en") : compact(x); // 1.23K is no step that a log can be asked for
+    // 1.23K is no step that one finds in a log.
+    const exact = this.xName === "step" ? x.toLocaleString("en") : compact(x);
     this.readout.textContent =
       `${this.xName} ${exact}: ` + near.map(({ each, found }) => `${each.name} ${compact(found[1])}`).join(", ");
   }

@@ -71,8 +71,10 @@ class DepthView {
   // The totals of a depth that is shown, above it; of `num_read` tokens, where only the last of them are shown.
   showTotals({ cost, tokens, num_read: count = tokens.length }) {
     const texts = costTexts(cost, this.routedShare());
-    const card = (name, value, of) =>
-      element("div", {}, element("dt", { text: name }), element("dd", { text: value }), element("dd", { class: "quiet", text: of }));
+    const card = (name, value, of) => {
+      const under = element("dd", { class: "quiet", text: of });
+      return element("div", {}, element("dt", { text: name }), element("dd", { text: value }), under);
+    };
     const cards = element(
       "dl",
       { class: "totals" },
