@@ -25,6 +25,7 @@ from modepth.plots import Figure, loss_against_flops, save_figure, score_histogr
 from modepth.report import View, read_log, results, write_run_report
 from modepth.routing import Router
 from modepth.sampling import Sampling
+from modepth.text_stream import token_texts
 from modepth.tokenizer import Tokenizer
 from modepth.trace import record
 
@@ -134,7 +135,7 @@ def routing_pictures(name: str, model: Transformer, validation: TokenFile, token
         model(windows_BT)
     # The end of a window: its tokens have the most to look back on.
     snippet = windows_BT[0, -SNIPPET:].tolist()
-    tokens, config = [tokenizer.decode([token]) for token in snippet], model.config
+    tokens, config = token_texts(tokenizer, snippet), model.config
     partial_layers = [layer for layer in range(config.num_layers) if config.decided_by(layer) is not None]
     experts = None if config.experts is None else trace.expert_map()[:, -SNIPPET:]
     which = "layers" if experts is None else "layers and experts"
@@ -155,7 +156,7 @@ def routing_pictures(name: str, model: Transformer, validation: TokenFile, token
 def depth_data(name: str, model: Transformer, validation: TokenFile, tokenizer: Tokenizer) -> dict[str, object]:
     """The same snippet, to look into."""
     depth = read_depth(model, validation_windows(model, validation)[0].tolist(), tokenizer)
-    snippet = {**depth, "tokens": depth["tokens"][-SNIPPET:]}
+    snippet = {**depth, "num_read": len(depth["tokens"]), "tokens": depth["tokens"][-SNIPPET:]}
     return {"kind": "depth", "label": f"A validation snippet, read by {name}", "depth": snippet}
 
 

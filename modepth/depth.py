@@ -14,6 +14,7 @@ from modepth.generation import Reading, inference, read_next, start_rows
 from modepth.model import Transformer
 from modepth.sampling import Sampling
 from modepth.selection import rule_score
+from modepth.text_stream import token_texts
 from modepth.tokenizer import Tokenizer
 
 
@@ -57,7 +58,7 @@ def read_depth(model: Transformer, tokens: Sequence[int], tokenizer: Tokenizer) 
         layers, scores = layers_used(model, reading, 0), router_scores(model, reading, 0)
     return depth_of(
         model,
-        [(token, tokenizer.decode([token])) for token in tokens],
+        list(zip(tokens, token_texts(tokenizer, tokens), strict=True)),
         layers,
         scores,
         cache_bytes=row.cache.bytes_written,

@@ -30,6 +30,22 @@ class RunLog:
                 except json.JSONDecodeError:
                     return
 
+    def rows_from(self, offset: int) -> tuple[list[dict[str, Any]], int]:
+        """The whole rows after the first `offset` bytes, and how many bytes there are until after the last of them."""
+        rows = []
+        with self.path.open("rb") as file:
+            file.seek(offset)
+            for line in file:
+                try:
+                    row = json.loads(line) if line.endswith(b"\n") else None  # it is being written
+                except ValueError:
+                    row = None
+                if not isinstance(row, dict):
+                    break
+                rows.append(row)
+                offset += len(line)
+        return rows, offset
+
     def drop_from(self, step: int) -> None:
         """Forget what comes after `step` steps, and a cut last row; a measurement after them stays."""
         kept = [row for row in self.rows() if row["step"] < step or (row["step"] == step and "validation" in row)]

@@ -1,4 +1,4 @@
-"""Text that can be shown while its tokens still come: no half characters, nothing of a stop text."""
+"""Text token by token, as it can be shown while they still come: no half characters, nothing of a stop text."""
 
 from collections.abc import Sequence
 
@@ -6,6 +6,16 @@ from modepth.tokenizer import Tokenizer
 
 UNKNOWN = "\ufffd"  # what the bytes of a character decode to while some are missing
 LONGEST_CHARACTER = 4  # bytes, each of which may be a token
+
+
+def token_texts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
+    """The text that each token adds, together the text of all: a character of several tokens is that of its last.
+
+    >>> from modepth.tokenizer import ByteTokenizer
+    >>> token_texts(ByteTokenizer(), list("aé!".encode()))
+    ['a', '', 'é', '!']
+    """
+    return TextStream(tokenizer).token_texts(tokens, last=True)
 
 
 class TextStream:
@@ -50,6 +60,13 @@ class TextStream:
     def finish(self) -> str:
         """What was held back, when no more tokens come."""
         return "" if self.stopped else self.hand_out(self.whole_text())
+
+    def token_texts(self, tokens: Sequence[int], *, last: bool) -> list[str]:
+        """The text that each next token makes certain; that of the `last` one has what is then held back."""
+        texts = [self.add(token) for token in tokens]
+        if last and texts:
+            texts[-1] += self.finish()
+        return texts
 
     def whole_text(self) -> str:
         before = self.tokenizer.decode(self.tokens[self.context : self.settled])

@@ -96,15 +96,37 @@ def as_library(tokenizer: Tokenizer) -> Tokenizer:
     """
     if not isinstance(tokenizer, ByteTokenizer):
         return tokenizer
-    # The library writes a byte as a character that can be seen: itself where it can, else one from 256 on.
-    seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    hidden = [byte for byte in range(256) if byte not in seen]
-    vocabulary = {chr(byte): byte for byte in seen} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
-    library = tokenizers.Tokenizer(models.BPE(vocabulary, []))
+    library = tokenizers.Tokenizer(models.BPE(byte_letters(), []))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
     library.add_special_tokens([END_OF_TEXT])
     return LibraryTokenizer(library, END_OF_TEXT)
+
+
+def byte_letters() -> dict[str, int]:
+    """How the library writes a byte in its tokens: as itself where that can be seen, else as a letter from 256 on."""
+    seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    hidden = [byte for byte in range(256) if byte not in seen]
+    return {chr(byte): byte for byte in seen} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
+
+
+def token_bytes(tokenizer: Tokenizer, token: int) -> bytes:
+    """What a token stands for, also where that is a part of a character, which by itself decodes to U+FFFD.
+
+    >>> [token_bytes(ByteTokenizer(), token) for token in ByteTokenizer().encode("é!")]
+    [b'\\xc3', b'\\xa9', b'!']
+    """
+    text = tokenizer.decode([token])
+    if "\ufffd" not in text:
+        return text.encode()
+    if isinstance(tokenizer, ByteTokenizer):
+        return bytes((token,))
+    known = tokenizer.tokenizer.id_to_token(token) if isinstance(tokenizer, LibraryTokenizer) else None
+    written = known or text
+    if re.fullmatch("<0x[0-9A-F]{2}>", written):  # as SentencePiece writes a byte that is no token
+        return bytes((int(written[3:5], 16),))
+    letters = byte_letters()
+    return bytes(letters[each] for each in written) if letters.keys() >= set(written) else text.encode()
 
 
 def without_surrogates(text: str) -> str:

@@ -34,3 +34,19 @@ def fp64():
 def fresh_compiler():
     """Nothing compiled before, so that a limit on recompilations counts this test alone."""
     torch._dynamo.reset()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from tests.browser import new_browser  # noqa: PLC0415 - Playwright is not everywhere
+
+    with new_browser() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def shipped():
+    """The model that comes with the package."""
+    from modepth.serve.served import open_served  # noqa: PLC0415 - an extra
+
+    return open_served(None)

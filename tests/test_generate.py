@@ -3,23 +3,27 @@
 import copy
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import modepth
 from modepth.calibration import calibrate
 from modepth.generation import generate, stream
 from modepth.sampling import Sampling
-from modepth.text_stream import TextStream
-from modepth.tokenizer import ByteTokenizer
+from modepth.text_stream import TextStream, token_texts
+from modepth.tokenizer import ByteTokenizer, LibraryTokenizer, load_tokenizer, token_bytes
 from tests.oracles import PARTS, tiny_model, tiny_tokens
 from tests.test_cache import RULES, model_of, rows_of
 
 SOME = Sampling(max_tokens=12)
 HOT = Sampling(max_tokens=12, temperature=1.0, top_k=40, top_p=0.95, repetition_penalty=1.2)
 PROMPTS = rows_of((9, 4, 13, 1))
+TOKENIZERS = [ByteTokenizer(), load_tokenizer(Path(modepth.__file__).parent / "serve" / "shipped")]
 
 
 def naive(model, prompt, count):
@@ -116,6 +120,35 @@ def test_streamed_bytes_that_are_no_text_come_out_as_they_decode(data):
     written = TextStream(ByteTokenizer())
     shown = "".join(written.add(byte) for byte in data) + written.finish()
     assert shown == ByteTokenizer().decode(data)
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS, ids=["bytes", "shipped"])
+@given(text=st.text(max_size=20) | st.just("café 日本 😀"))
+def test_the_texts_of_tokens_are_whole_characters_and_together_the_text(tokenizer, text):
+    tokens = tokenizer.encode(text)
+    texts = token_texts(tokenizer, tokens)
+    assert len(texts) == len(tokens)
+    assert "".join(texts) == text
+    # The tokens until a character's last one are those that spell it.
+    for place in range(len(tokens)):
+        if texts[place] and not texts[place].endswith("\ufffd"):
+            assert tokenizer.decode(tokens[: place + 1]) == "".join(texts[: place + 1])
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS, ids=["bytes", "shipped"])
+@given(text=st.text(max_size=20) | st.just("café 日本 😀"))
+def test_the_bytes_of_tokens_are_those_of_the_text(tokenizer, text):
+    assert b"".join(token_bytes(tokenizer, token) for token in tokenizer.encode(text)) == text.encode()
+
+
+def test_a_byte_that_sentencepiece_writes_out_is_that_byte():
+    vocabulary = {"<unk>": 0, "</s>": 1, "<0xC3>": 2, "<0xA9>": 3, "a": 4}
+    library = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    library.decoder = tokenizers.decoders.Sequence([tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()])
+    tokenizer = LibraryTokenizer(library, "</s>")
+    assert tokenizer.encode("aé") == [4, 2, 3]
+    assert [token_bytes(tokenizer, token) for token in (4, 2, 3, 1)] == [b"a", b"\xc3", b"\xa9", b"</s>"]
+    assert token_texts(tokenizer, [4, 2, 3]) == ["a", "", "é"]
 
 
 def test_a_stream_does_not_decode_all_of_its_tokens_at_each_one():

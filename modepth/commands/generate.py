@@ -18,6 +18,7 @@ from modepth.loading import load_native
 from modepth.model import Transformer
 from modepth.run_data import data_of, held_out_tokens
 from modepth.sampling import Sampling
+from modepth.text_stream import TextStream
 from modepth.tokenizer import Tokenizer, load_tokenizer
 
 EXAMPLES = """\
@@ -118,25 +119,25 @@ def write_text(
     texts = [""] * len(rows)
     prompts = [tokenizer.decode(row.tokens) for row in rows]
     streams = len(rows) == 1
-    shown_tokens = 0
+    coloured = [TextStream(tokenizer) for _ in rows]
     if streams and not options.show_depth:
         write(prompts[0])
     note = note_layers if options.show_depth else lambda reading: None
     for emitted in run_rows(model, rows, routing, options.chunk, note):
         texts[emitted.row] += emitted.text
         if streams and options.show_depth:
-            sys.stdout.write(coloured(rows[0], tokenizer, shown_tokens))
+            sys.stdout.write(in_colours(rows[0], coloured[0]))
             sys.stdout.flush()
-            shown_tokens = len(rows[0].layers)
         elif streams:
             write(emitted.text)
     for number, row in enumerate(rows):
         if not streams:
             print(f"--- prompt {number + 1}")
-            sys.stdout.write(coloured(row, tokenizer, 0) if options.show_depth else "")
+            sys.stdout.write(in_colours(row, coloured[number]) if options.show_depth else "")
             write("" if options.show_depth else prompts[number] + texts[number])
         if options.show_depth:
-            write(tokenizer.decode(row.tokens[len(row.layers) :]))  # never read, so no layer computed it
+            unread = row.tokens[len(row.layers) :]  # so no layer computed it
+            write("".join(coloured[number].token_texts(unread, last=True)))
         print()
     if options.show_depth:
         print(legend(model))
@@ -147,12 +148,14 @@ def write(text: str) -> None:
     print(printable(text, keep=LAYOUT), end="", flush=True)
 
 
-def coloured(row: Row, tokenizer: Tokenizer, start: int) -> str:
-    """The tokens from `start` on that were read, each in the colour of its depth."""
-    parts = []
-    for token, layers in zip(row.tokens[start:], row.layers[start:], strict=False):
-        parts.append(paint(printable(tokenizer.decode([token]), keep=LAYOUT), len(layers), row.cache.config))
-    return "".join(parts)
+def in_colours(row: Row, before: TextStream) -> str:
+    """The tokens after those `before` that were read, each in the colour of its depth."""
+    start, end = len(before.tokens), len(row.layers)
+    texts = before.token_texts(row.tokens[start:end], last=False)
+    return "".join(
+        paint(printable(text, keep=LAYOUT), len(layers), row.cache.config)
+        for text, layers in zip(texts, row.layers[start:], strict=True)
+    )
 
 
 def paint(text: str, depth: int, config: ModelConfig) -> str:

@@ -3,7 +3,7 @@
     base.css  report.css  views.css  live.css     looks: of all pages, of reports, of views, of the served page
     formats.js                                    numbers as people read them; elements
     depth.js  chart.js  curves.js                 the views: tokens shaded by depth with their map; curves of runs
-    live.js  report.js                            what shows them: from a server, or from data inside the page
+    asking.js  live.js  report.js                 what shows them: from a server, or from data inside the page
     live.html                                     the body of the served page
 
 A page is one document: looks, scripts and data stand in it, and its policy lets it run those scripts and no others.
@@ -37,7 +37,7 @@ def live_page() -> str:
         title="modepth: where the depth goes",
         body=asset("live.html"),
         styles=("base.css", "views.css", "live.css"),
-        scripts=(*VIEWS, "live.js"),
+        scripts=(*VIEWS, "asking.js", "live.js"),
         connects=True,
     )
 

@@ -61,7 +61,7 @@ class Chart {
       parts.push(`<line class="grid" x1="${MARGIN.left}" x2="${width - MARGIN.right}" y1="${place}" y2="${place}"/>`);
       parts.push(`<text x="${MARGIN.left - 8}" y="${place + 4}" text-anchor="end">${compact(y)}</text>`);
     }
-    for (const x of ticks(xs, Math.max(2, Math.floor(width / 130)))) {
+    for (const x of ticks(xs, Math.max(2, Math.floor(width / 90)))) {
       parts.push(`<text x="${this.toX(x)}" y="${CHART_HEIGHT - 6}" text-anchor="middle">${compact(x)}</text>`);
     }
     for (const each of this.series) parts.push(this.line(each));
@@ -123,8 +123,10 @@ class Chart {
     const place = this.toX(x);
     const line = `<line x1="${place}" x2="${place}" y1="${MARGIN.top}" y2="${CHART_HEIGHT - MARGIN.bottom}"/>`;
     cursor.innerHTML = line + dots.join("");
+    // 1.23K is no step that one finds in a log.
+    const exact = this.xName === "step" ? x.toLocaleString("en") : compact(x);
     this.readout.textContent =
-      `${this.xName} ${compact(x)}: ` + near.map(({ each, found }) => `${each.name} ${compact(found[1])}`).join(", ");
+      `${this.xName} ${exact}: ` + near.map(({ each, found }) => `${each.name} ${compact(found[1])}`).join(", ");
   }
 }
 Chart.count = 0;

@@ -2,6 +2,19 @@
 // A depth is what /v1/depth answers; a stream adds tokens, and fills in what the layers did once a token was read.
 
 const LABEL_LETTERS = 10;
+const PART = "◦"; // where a character takes several tokens, all but its last one are without text
+
+// What was spent, by the names of the cards that say it.
+function costTexts(cost, routedShare) {
+  return {
+    flops: cost ? percent(cost.flops_share) : "–",
+    cache: cost ? bytes(cost.cache_bytes) : "–",
+    "cache-share": cost
+      ? `${percent(cost.cache_bytes / cost.dense_cache_bytes)} of ${bytes(cost.dense_cache_bytes)} dense`
+      : "of the dense model's",
+    routed: routedShare === null ? "–" : percent(routedShare),
+  };
+}
 
 class DepthView {
   constructor(place, label) {
@@ -55,6 +68,24 @@ class DepthView {
     this.fill(depth.tokens.map((token) => token.layers), depth.tokens.map((token) => token.scores));
   }
 
+  // The totals of a depth that is shown, above it; of `num_read` tokens, where only the last of them are shown.
+  showTotals({ cost, tokens, num_read: count = tokens.length }) {
+    const texts = costTexts(cost, this.routedShare());
+    const card = (name, value, of) => {
+      const under = element("dd", { class: "quiet", text: of });
+      return element("div", {}, element("dt", { text: name }), element("dd", { text: value }), under);
+    };
+    const cards = element(
+      "dl",
+      { class: "totals" },
+      card("FLOPs spent", texts.flops, "of the dense model's"),
+      card("Cache", texts.cache, texts["cache-share"]),
+      card("Routed", texts.routed, "of tokens, in routed layers"),
+    );
+    const all = `FLOPs and cache are those of all ${count} tokens that were read. The last ${tokens.length} are shown.`;
+    this.tokens.before(cards, ...(count > tokens.length ? [element("p", { class: "quiet", text: all })] : []));
+  }
+
   // New tokens, which no layer has read yet; `made`: by the model.
   add(texts, made = false) {
     const spans = document.createDocumentFragment();
@@ -63,7 +94,7 @@ class DepthView {
       const place = this.items.length;
       const span = element("span", { class: `token unread${made ? " made" : ""}`, "data-place": place });
       span.textContent = text.replaceAll("\n", "⏎\n");
-      const label = element("span", { class: "label", text: visible(text, LABEL_LETTERS) });
+      const label = element("span", { class: "label", text: visible(text, LABEL_LETTERS) || PART });
       const column = element("div", { class: "column unread", "data-place": place });
       column.append(...this.kinds.map((kind) => element("i", { class: kind })), label);
       this.items.push({ text, span, column, layers: null, scores: null });
@@ -175,7 +206,7 @@ class DepthView {
   }
 
   describe({ place, layer }, item) {
-    const token = `Token ${place + 1} “${visible(item.text)}”`;
+    const token = `Token ${place + 1} ${item.text ? `“${visible(item.text)}”` : "(a part of a character)"}`;
     const { routed_layers: routed, num_layers: count } = this.model;
     if (item.layers === null) return `${token}: not read yet, so no layer has computed it.`;
     const used = item.layers;

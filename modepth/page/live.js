@@ -27,63 +27,45 @@ const WORDS = {
 };
 
 const find = (id) => document.getElementById(id);
+const pause = (milliseconds) => new Promise((done) => setTimeout(done, milliseconds));
+const never = new AbortController().signal; // of what nothing else ends
 const view = new DepthView(find("shown"), "The text");
 const curves = new CurvesView(find("curves"));
-let facts = null; // what /v1/models says of the model
-let thresholds = []; // of the routed layers, at the setting of the dial
+let card = null; // what /v1/models says of the model
+let facts = null; // the part of it that is ours
+let missed = false; // the server went away since: it may come back with another model
+let thresholds = {}; // of the routed layers, by the setting of the dial
 let task = new AbortController();
 let timer = null;
 
-class Trouble extends Error {
-  constructor(kind, message, seconds = 2) {
-    super(message);
-    Object.assign(this, { kind, seconds });
-  }
-}
-
-// -- asking
-
-async function ask(path, { body, signal } = {}) {
-  const headers = { "Content-Type": "application/json" };
-  const options = body ? { method: "POST", headers, body: JSON.stringify(body) } : {};
-  let response;
-  try {
-    response = await fetch(path, { ...options, signal });
-  } catch (error) {
-    throw signal?.aborted ? error : new Trouble("gone", "");
-  }
-  if (response.ok) return response;
-  const told = await response.json().catch(() => null);
-  const kind = { 429: "busy", 503: "loading" }[response.status] ?? "refused";
-  const message = told?.error?.message ?? `The server answered ${response.status}.`;
-  throw new Trouble(kind, message, Number(response.headers.get("Retry-After")) || 2);
-}
-
-// Do it, again where that may help, until it is done or something else is asked for.
-async function persist(signal, attempt) {
+// Do it, again where that may help, until it is done or something else is asked for. What hinders is said in `place`:
+// each view has its own, so that none wipes off what another has said.
+async function persist(signal, attempt, place = "message") {
   for (;;) {
     try {
+      if (missed) await askModel();
       const result = await attempt();
-      say("");
+      say("", "", place);
       return result;
     } catch (error) {
       if (signal.aborted) return null;
       if (!(error instanceof Trouble) || !(error.kind in WORDS)) {
-        say(error.message, "refused");
+        say(error.message, "refused", place);
         return null;
       }
-      say(`${WORDS[error.kind]} in ${error.seconds} s.`, error.kind);
-      await new Promise((done) => setTimeout(done, 1000 * error.seconds));
+      missed ||= error.kind !== "busy";
+      say(`${WORDS[error.kind]} in ${error.seconds} s.`, error.kind, place);
+      await pause(1000 * error.seconds);
       if (signal.aborted) return null;
     }
   }
 }
 
-function say(text, kind = "") {
-  const place = find("message");
-  place.hidden = !text;
-  if (place.textContent !== text) place.textContent = text; // or it would be read aloud again
-  place.dataset.kind = kind;
+function say(text, kind = "", place = "message") {
+  const message = find(place);
+  message.hidden = !text;
+  if (message.textContent !== text) message.textContent = text; // or it would be read aloud again
+  message.dataset.kind = kind;
 }
 
 function newTask() {
@@ -101,6 +83,7 @@ async function measure() {
   const text = find("text").value;
   const busy = find("shown");
   if (!text) {
+    say("");
     view.begin({ ...facts, thresholds: [] });
     showTotals(null, 0);
     find("count").textContent = "Type a text, or take an example.";
@@ -108,15 +91,20 @@ async function measure() {
   }
   busy.setAttribute("aria-busy", "true");
   const start = performance.now();
-  const body = { text, capacity: capacity() };
-  const depth = await persist(signal, async () => (await ask("/v1/depth", { body, signal })).json());
+  const depth = await persist(signal, () => askDepth(text, signal));
   if (signal.aborted) return;
   busy.setAttribute("aria-busy", "false");
   if (!depth) return;
-  thresholds = depth.thresholds;
   view.show(depth);
   find("count").textContent = `${depth.tokens.length} of ${facts.max_length} tokens`;
   showTotals(depth.cost, (1000 * depth.tokens.length) / (performance.now() - start), "read");
+}
+
+async function askDepth(text, signal) {
+  const body = { text, capacity: capacity() };
+  const depth = await askValue("/v1/depth", { body, signal });
+  thresholds[body.capacity] = depth.thresholds;
+  return depth;
 }
 
 function capacity() {
@@ -125,13 +113,7 @@ function capacity() {
 }
 
 function showTotals(cost, speed, how = "") {
-  const share = view.routedShare();
-  find("flops").textContent = cost ? percent(cost.flops_share) : "–";
-  find("cache").textContent = cost ? bytes(cost.cache_bytes) : "–";
-  find("cache-share").textContent = cost
-    ? `${percent(cost.cache_bytes / cost.dense_cache_bytes)} of ${bytes(cost.dense_cache_bytes)} dense`
-    : "of the dense model's";
-  find("routed").textContent = share === null ? "–" : percent(share);
+  for (const [name, text] of Object.entries(costTexts(cost, view.routedShare()))) find(name).textContent = text;
   find("speed").textContent = speed ? compact(Number(speed.toPrecision(3))) : "–";
   find("speed-of").textContent = how || "here, on this server";
 }
@@ -140,25 +122,28 @@ function showTotals(cost, speed, how = "") {
 
 async function generate() {
   const signal = newTask();
-  const prompt = find("text").value || "\n";
   const body = {
-    prompt,
+    prompt: find("text").value || "\n",
     max_tokens: Number(find("most").value),
     temperature: Number(find("temperature").value),
-    capacity: capacity(),
     stream: true,
     depth: true,
   };
   find("stop").disabled = false;
   find("shown").setAttribute("aria-busy", "true");
-  const response = await persist(signal, () => ask("/v1/completions", { body, signal }));
-  if (response) await follow(response, signal);
+  const response = await persist(signal, async () => {
+    body.capacity = capacity();
+    // The answer does not tell the thresholds. They belong to the setting, whatever the text: one token has them too.
+    if (!thresholds[body.capacity]) await askDepth("\n", signal);
+    return ask("/v1/completions", { body, signal });
+  });
+  if (response) await follow(response, thresholds[body.capacity], signal);
   if (signal.aborted) return;
   find("stop").disabled = true;
   find("shown").setAttribute("aria-busy", "false");
 }
 
-async function follow(response, signal) {
+async function follow(response, thresholds, signal) {
   view.begin({ ...facts, thresholds });
   let [count, first, last, done] = [0, 0, 0, false];
   try {
@@ -190,37 +175,29 @@ async function follow(response, signal) {
   }
 }
 
-// The data of server-sent events, as they come.
-async function* events(response) {
-  let rest = "";
-  for await (const piece of response.body.pipeThrough(new TextDecoderStream())) {
-    const lines = (rest + piece).split("\n\n");
-    rest = lines.pop();
-    for (const line of lines) yield line.replace(/^data: /, "");
-  }
-}
-
 async function untilBack(signal) {
   while (!signal.aborted) {
-    await new Promise((done) => setTimeout(done, 1000));
-    if (await ask("/ready").then(() => true, () => false)) return signal.aborted || say("The server is back.", "back");
+    await pause(1000);
+    if (await askModel().then(() => true, () => false)) return signal.aborted || say("The server is back.", "back");
   }
 }
 
 function stop() {
   newTask();
+  say("");
   find("shown").setAttribute("aria-busy", "false");
 }
 
 // -- a run that trains
 
 async function followRun() {
-  const never = new AbortController().signal;
   let [rows, log, name] = [[], "", ""];
-  for (;;) {
-    if (!find("training").hidden) {
-      const news = await persist(never, async () => (await ask(`/v1/run?start=${rows.length}&log=${log}`)).json());
-      if (!news) return;
+  for (;; await pause(FOLLOW_PAUSE)) {
+    if (find("training").hidden) continue;
+    const before = card;
+    const news = await persist(never, () => askValue(`/v1/run?start=${rows.length}&log=${log}`), "run-message");
+    if (card !== before) measure(); // or the other view would still show what another model made of the text
+    if (news) {
       const changed = news.rows.length > 0 || log !== news.log;
       rows = [...rows.slice(0, news.start), ...news.rows];
       ({ log, run: name } = news);
@@ -231,7 +208,6 @@ async function followRun() {
         ? `${name}: step ${last.step}${ago}. New rows appear as they are logged.`
         : `${name}: no rows yet.`;
     }
-    await new Promise((done) => setTimeout(done, FOLLOW_PAUSE));
   }
 }
 
@@ -242,33 +218,47 @@ function choose(tab) {
     each.tabIndex = chosen ? 0 : -1;
     find(each.getAttribute("aria-controls")).hidden = !chosen;
   }
-  tab.focus();
 }
 
 // -- the controls
 
-function showModel(card) {
+async function askModel() {
+  const found = (await askValue("/v1/models")).data[0];
+  missed = false;
+  if (JSON.stringify(found) === JSON.stringify(card)) return;
+  card = found;
   facts = card.modepth;
+  thresholds = {};
+  showModel();
+}
+
+function showModel() {
   const routed = facts.routed_layers.length;
   const layers = `${facts.num_layers} layers, ${routed ? `${routed} of them` : "none"} routed`;
   const size = `${compact(facts.num_parameters)} parameters, context of ${facts.max_length} tokens`;
   find("model").textContent = `Model ${card.id}: ${layers}, ${size}`;
   find("most").max = facts.max_length;
-  const settings = [["", facts.capacity === null ? "dense" : `as trained (${percent(facts.capacity)})`]];
+  showDial([["", facts.capacity === null ? "dense" : `as trained (${percent(facts.capacity)})`]]);
+  if (!facts.log) choose(find("tab-depth"));
+  find("views").hidden = !facts.log;
+}
+
+// What was chosen stays so, where the model has that setting.
+function showDial(settings) {
+  const chosen = facts.dial.includes(capacity()) ? capacity() : "";
   settings.push(...facts.dial.map((share) => [share, percent(share)]));
-  find("dial").append(
-    ...settings.map(([value, text], number) =>
+  find("dial").replaceChildren(
+    find("dial").querySelector("legend"),
+    ...settings.map(([value, text]) =>
       element(
         "label",
         {},
-        element("input", { type: "radio", name: "capacity", value, checked: number === 0, onchange: measure }),
+        element("input", { type: "radio", name: "capacity", value, checked: value === chosen, onchange: measure }),
         element("span", { text }),
       ),
     ),
   );
   find("dial").hidden = settings.length < 2;
-  find("views").hidden = !facts.log;
-  if (facts.log) followRun();
 }
 
 function later() {
@@ -282,12 +272,14 @@ async function begin() {
       find("text").value = text;
       measure();
     };
-    find("examples").append(element("button", { text: name, type: "button", onclick: take }));
+    find("examples").append(element("button", { text: name, type: "button", onclick: take, disabled: true }));
   }
   find("text").value ||= Object.values(EXAMPLES)[0];
-  const card = await persist(task.signal, async () => (await (await ask("/v1/models")).json()).data[0]);
-  if (!card) return;
-  showModel(card);
+  while (!card) {
+    await persist(never, askModel);
+    if (!card) await pause(FOLLOW_PAUSE);
+  }
+  document.querySelectorAll("#examples button, #generate").forEach((each) => (each.disabled = false));
   find("text").addEventListener("input", later);
   find("generate").addEventListener("click", generate);
   find("stop").addEventListener("click", stop);
@@ -298,10 +290,14 @@ async function begin() {
   for (const tab of document.querySelectorAll("[role=tab]")) {
     tab.addEventListener("click", () => choose(tab));
     tab.addEventListener("keydown", (event) => {
-      if (["ArrowLeft", "ArrowRight"].includes(event.key)) choose(tab.nextElementSibling ?? tab.previousElementSibling);
+      if (!["ArrowLeft", "ArrowRight"].includes(event.key)) return;
+      const other = tab.nextElementSibling ?? tab.previousElementSibling;
+      choose(other);
+      other.focus();
     });
   }
   measure();
+  followRun();
 }
 
 begin();

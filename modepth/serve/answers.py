@@ -17,6 +17,8 @@ from modepth.serve.engine import Event, Request, Ticket, Watch
 from modepth.serve.protocol import ChatBody, Choice, Completion, CompletionBody, Depth, Sampled, Usage
 from modepth.serve.served import Served
 from modepth.serve.watch import NextToken, drawn_logprobs, next_logprobs
+from modepth.text_stream import TextStream
+from modepth.tokenizer import token_bytes
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 FINISH: Mapping[str, Literal["stop", "length"]] = {"stop": "stop", "length": "length", "context": "length"}
@@ -115,6 +117,7 @@ class Told:
         self.num_new = 0  # tokens
         self.begun = False
         self.offset = 0  # in the text, of the next token
+        self.stream = TextStream(served.tokenizer)  # of all tokens, for their depth
 
     def add(self, event: Event) -> None:
         self.texts.append(event.text)
@@ -136,6 +139,10 @@ class Told:
 
     def shown(self, token: int) -> str:
         return self.served.tokenizer.decode([token])
+
+    def token_texts(self, piece: "Piece") -> list[str]:
+        """Of the tokens of the next piece, which together make the text: a character is its last token's."""
+        return self.stream.token_texts(piece.prompt + piece.tokens, last=self.ending is not None)
 
 
 class Piece(NamedTuple):
@@ -199,8 +206,11 @@ def completion_logprobs(told: Told, piece: Piece) -> dict[str, Any]:
 
 def chat_logprob(told: Told, token: int, note: NextToken) -> dict[str, Any]:
     def entry(token: int, logprob: float) -> dict[str, Any]:
-        text = told.shown(token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        return {
+            "token": told.shown(token),
+            "logprob": logprob,
+            "bytes": list(token_bytes(told.served.tokenizer, token)),
+        }
 
     return {**entry(token, note.logprob), "top_logprobs": [entry(*each) for each in note.top]}
 
@@ -212,7 +222,7 @@ def with_depth(choice: Choice, told: Told, piece: Piece) -> Choice:
     for layer in told.served.model.config.routed_layers:
         told.num_chosen[layer] = told.num_chosen.get(layer, 0) + sum(layer in used for used in layers)
     depth: Depth = {
-        "tokens": [told.shown(token) for token in piece.prompt + piece.tokens],
+        "tokens": told.token_texts(piece),
         "layers": [list(used) for used in layers],
         "scores": [[score.score for score in of_token] for of_token in piece.notes["scores"]],
     }

@@ -6,6 +6,7 @@ from modepth.serve.answers import Told, routing_of
 from modepth.serve.engine import Request
 from modepth.serve.protocol import DepthAnswer, DepthBody
 from modepth.serve.served import Served
+from modepth.text_stream import token_texts
 
 
 def depth_request(body: DepthBody, served: Served) -> Request:
@@ -22,7 +23,7 @@ def depth_answer(body: DepthBody, told: Told) -> DepthAnswer:
     piece, ticket = told.take(), told.ticket
     depth = depth_of(
         told.served.model,
-        [(token, told.shown(token)) for token in piece.prompt],
+        zip(piece.prompt, token_texts(told.served.tokenizer, piece.prompt), strict=True),
         piece.notes["layers"],
         piece.notes["scores"],
         cache_bytes=ticket.cache_bytes,
