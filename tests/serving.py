@@ -10,8 +10,8 @@ import uvicorn
 
 from modepth.calibration import calibrate
 from modepth.serve.chat import ChatTemplate
-from modepth.serve.engine import Limits
 from modepth.serve.http import Server, Settings, make_app
+from modepth.serve.limits import Limits
 from modepth.serve.listen import new_listener
 from modepth.serve.served import Served
 from modepth.tokenizer import ByteTokenizer, as_library

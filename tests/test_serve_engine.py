@@ -19,7 +19,8 @@ from modepth.flops import forward_flops, spent_share
 from modepth.generation import generate
 from modepth.sampling import Sampling
 from modepth.serve import pace
-from modepth.serve.engine import BusyError, Engine, Limits, Request, next_counts, share_out
+from modepth.serve.engine import BusyError, Engine, Request
+from modepth.serve.limits import Limits, next_counts, share_out
 from modepth.serve.watch import drawn_logprobs, next_logprobs
 from modepth.tokenizer import ByteTokenizer
 from tests.oracles import tiny_config, tiny_model, tiny_tokens

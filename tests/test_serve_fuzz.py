@@ -14,7 +14,7 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
-from modepth.serve.engine import Limits
+from modepth.serve.limits import Limits
 from tests.serving import engine_of, serving, tiny_served, wait_for
 
 CHECKS = [

@@ -14,7 +14,7 @@ import torch
 from modepth.flops import cache_bytes, dense
 from modepth.generation import generate
 from modepth.sampling import Sampling
-from modepth.serve.engine import Limits
+from modepth.serve.limits import Limits
 from tests.serving import LONGEST, engine_of, serving, tiny_served, wait_for
 
 

@@ -58,8 +58,8 @@ def run(options: argparse.Namespace) -> None:
     for package in ("fastapi", "uvicorn"):
         if importlib.util.find_spec(package) is None:
             raise ImportError(f"this needs {package}: pip install 'modepth[serve]'")
-    from modepth.serve.engine import Limits  # noqa: PLC0415 - an extra
-    from modepth.serve.http import Settings  # noqa: PLC0415
+    from modepth.serve.http import Settings  # noqa: PLC0415 - an extra
+    from modepth.serve.limits import Limits  # noqa: PLC0415
     from modepth.serve.listen import new_listener, serve  # noqa: PLC0415
     from modepth.serve.served import SETTINGS, Served, open_served  # noqa: PLC0415
 

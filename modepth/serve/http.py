@@ -25,8 +25,9 @@ from modepth.serve import metrics
 from modepth.serve.answers import Envelope, chat_choice, chat_requests, completion_requests, text_choice
 from modepth.serve.calls import Call
 from modepth.serve.depth import depth_answer, depth_request
-from modepth.serve.engine import Engine, Limits
+from modepth.serve.engine import Engine
 from modepth.serve.guards import RETRY_AFTER, BodyLimit, KeyCheck, Refused, add_error_handlers
+from modepth.serve.limits import Limits
 from modepth.serve.pace import with_measured_piece
 from modepth.serve.protocol import (
     ChatBody,
