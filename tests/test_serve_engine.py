@@ -16,8 +16,9 @@ from modepth.cache import LayerCache
 from modepth.calibration import calibrate
 from modepth.depth import layers_used, router_scores
 from modepth.flops import forward_flops, spent_share
-from modepth.generation import generate
+from modepth.generation import Row, generate
 from modepth.sampling import Sampling
+from modepth.serve import engine as engine_module
 from modepth.serve import pace
 from modepth.serve.engine import BusyError, Engine, Request
 from modepth.serve.limits import Limits, next_counts, share_out
@@ -247,6 +248,31 @@ def test_what_can_never_be_is_refused_at_once(model, requests, message):
     with pytest.raises(ValueError, match=message):
         engine.submit(requests)
     assert not engine.busy
+
+
+@pytest.mark.law
+def test_nothing_is_made_of_what_finds_no_room(model, monkeypatch):
+    made = []
+
+    class Counted(Row):
+        def __init__(self, *arguments):
+            made.append(self)
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(engine_module, "Row", Counted)
+    engine = Engine(model, limits=Limits(requests=3, tokens=70))
+    for never in ([request_of()] * 4, [request_of(30, 30)] * 2, [request_of(), request_of(60, 5)]):
+        with pytest.raises(ValueError, match="more than"):
+            engine.submit(never)
+    assert made == []
+    engine.submit([request_of()] * 2)
+    with pytest.raises(BusyError):
+        engine.submit([request_of()] * 2)
+    with pytest.raises(BusyError):
+        engine.submit([request_of(50, 10)])
+    with pytest.raises(ValueError, match="got 97"):
+        engine.submit([Request(prompt=[97], sampling=Sampling(max_tokens=4))])
+    assert (len(made), engine.num_admitted, engine.num_reserved) == (2, 2, 14)
 
 
 # -- cancelling, failing

@@ -1,6 +1,7 @@
 """The server as its clients meet it: answers, refusals, leaving, load."""
 
 import json
+import re
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -277,6 +278,20 @@ def test_more_than_the_context_is_refused_with_both_counts(client):
     assert "3100 tokens" in refused(client.post("/v1/depth", json={"text": "a" * 3100}), 400, "text")
 
 
+@pytest.mark.parametrize(
+    ("body", "field", "message"),
+    [
+        ({"prompt": [[1]] * 2**17}, "prompt", "131072 answers at once are more than the 256 that are admitted"),
+        ({"prompt": ["a"] * 200, "n": 2}, "n", "400 answers at once are more than the 256 .*: 200 times n, which is 2"),
+    ],
+    ids=["prompts", "n"],
+)
+def test_more_answers_than_fit_are_refused_before_any_is_asked_for(client, monkeypatch, body, field, message):
+    monkeypatch.setattr("modepth.serve.answers.Request", lambda **_: pytest.fail("made"))
+    monkeypatch.setattr(type(client.server.running[0].tokenizer), "encode", lambda *_: pytest.fail("encoded"))
+    assert re.search(message, refused(client.post("/v1/completions", json=body), 400, field))
+
+
 def test_a_body_over_the_limit_is_refused_unread(client, served):
     assert complete(client, prompt="a" * (2**20 + 1)).status_code == 413
 
@@ -338,7 +353,7 @@ def test_when_there_is_no_room_a_request_is_told_to_come_again(served):
             busy = complete(client)
             assert "try again later" in refused(busy, 429)
             assert int(busy.headers["Retry-After"]) >= 1
-            refused(complete(client, n=3), 400, "prompt")  # that never fits
+            refused(complete(client, n=3), 400, "n")  # that never fits
         wait_for(lambda: not engine_of(client).busy)
         assert complete(client, n=2).status_code == 200
 

@@ -101,36 +101,31 @@ class Engine:
 
     def submit(self, requests: Sequence[Request], owner: object = None) -> list[Ticket]:
         """Admit all of these, or none: a ValueError for what can never be, a BusyError for what cannot now."""
-        tickets = [Ticket(request, self.new_row(request), owner) for request in requests]
-        needed = sum(ticket.reserved for ticket in tickets)
-        self.check_possible(len(tickets), needed)
+        reserved = [self.needed(request) for request in requests]
+        self.reserve(len(requests), sum(reserved))
+        # Only now, with room for them: rows are what costs.
+        try:
+            tickets = [Ticket(request, self.new_row(request), owner) for request in requests]
+        except BaseException:
+            self.release(len(requests), sum(reserved))
+            raise
         with self.lock:
-            if self.num_admitted + len(tickets) > self.limits.requests or (
-                self.num_reserved + needed > self.limits.tokens
-            ):
-                raise BusyError(
-                    f"{self.num_admitted} requests with {self.num_reserved} tokens are on their way; with "
-                    f"{len(tickets)} and {needed} more there would be more than {self.limits.requests} and "
-                    f"{self.limits.tokens}: try again later"
-                )
-            self.num_admitted += len(tickets)
-            self.num_reserved += needed
             self.arrived.extend(tickets)
         return tickets
 
-    def new_row(self, request: Request) -> Row:
+    def needed(self, request: Request) -> int:
+        """The tokens to reserve for a request."""
         length, most = self.model.config.max_length, request.sampling.max_tokens
-        if len(request.prompt) + most > length:
+        needed = len(request.prompt) + most
+        if needed > length:
             raise ValueError(
-                f"the prompt has {len(request.prompt)} tokens and max_tokens is {most}, together "
-                f"{len(request.prompt) + most}: more than the model's context of {length}"
+                f"the prompt has {len(request.prompt)} tokens and max_tokens is {most}, together {needed}: more than "
+                f"the model's context of {length}"
             )
-        self.model.own_or(request.routing)
-        stops = request.sampling.stop_strings
-        text = None if self.tokenizer is None else TextStream(self.tokenizer, stops)
-        return Row(self.model, request.prompt, request.sampling, text)
+        return needed
 
-    def check_possible(self, count: int, needed: int) -> None:
+    def check_room(self, count: int, needed: int) -> None:
+        """Raise if so many requests that need so many tokens cannot be admitted: ever, or now."""
         if count > self.limits.requests:
             raise ValueError(f"{count} answers at once are more than the {self.limits.requests} that are admitted")
         if needed > self.limits.tokens:
@@ -138,6 +133,29 @@ class Engine:
                 f"prompts and max_tokens add up to {needed} tokens, more than the {self.limits.tokens} that are "
                 "admitted: ask for fewer answers at once, or lower max_tokens"
             )
+        if self.num_admitted + count > self.limits.requests or self.num_reserved + needed > self.limits.tokens:
+            raise BusyError(
+                f"{self.num_admitted} requests with {self.num_reserved} tokens are on their way; with "
+                f"{count} and {needed} more there would be more than {self.limits.requests} and "
+                f"{self.limits.tokens}: try again later"
+            )
+
+    def reserve(self, count: int, needed: int) -> None:
+        with self.lock:
+            self.check_room(count, needed)
+            self.num_admitted += count
+            self.num_reserved += needed
+
+    def release(self, count: int, needed: int) -> None:
+        with self.lock:
+            self.num_admitted -= count
+            self.num_reserved -= needed
+
+    def new_row(self, request: Request) -> Row:
+        self.model.own_or(request.routing)
+        stops = request.sampling.stop_strings
+        text = None if self.tokenizer is None else TextStream(self.tokenizer, stops)
+        return Row(self.model, request.prompt, request.sampling, text)
 
     def cancel(self, ticket: Ticket) -> None:
         """Let it leave before the next step; one that has ended already stays as it is."""
@@ -231,8 +249,6 @@ class Engine:
         cache = ticket.row.cache
         ticket.cache_bytes, ticket.num_read, ticket.num_entries = cache.bytes_written, cache.length, cache.num_entries
         ticket.row.cache = Cache(self.model.config)  # the old one's memory is free
-        with self.lock:
-            self.num_admitted -= 1
-            self.num_reserved -= ticket.reserved
+        self.release(1, ticket.reserved)
         self.endings[ending] += 1
         return Event(ticket, None, "", ending, ticket.take_notes(), error)

@@ -22,7 +22,15 @@ from fastapi.responses import HTMLResponse, PlainTextResponse
 from modepth import flops
 from modepth.page import live_page
 from modepth.serve import metrics
-from modepth.serve.answers import Envelope, chat_choice, chat_requests, completion_requests, text_choice
+from modepth.serve.answers import (
+    Envelope,
+    chat_choice,
+    chat_requests,
+    check_count,
+    completion_requests,
+    prompts_of,
+    text_choice,
+)
 from modepth.serve.calls import Call
 from modepth.serve.depth import depth_answer, depth_request
 from modepth.serve.engine import Engine
@@ -180,6 +188,7 @@ def add_completions(app: FastAPI, server: Server) -> None:
     @app.post("/v1/completions", response_model=Completion, responses={**ERRORS, **STREAMED})
     async def completions(body: CompletionBody, http: HttpRequest) -> Any:
         served, worker = server.ready(body.model)
+        check_count(worker.engine, body, len(prompts_of(body)))
         requests = await run_in_threadpool(completion_requests, body, served)
         call = Call(worker, served, requests, field="prompt", n=body.n, echo=body.echo)
         envelope = Envelope("cmpl", "text_completion", served.name)
@@ -190,6 +199,7 @@ def add_completions(app: FastAPI, server: Server) -> None:
     @app.post("/v1/chat/completions", response_model=Completion, responses={**ERRORS, **STREAMED})
     async def chat(body: ChatBody, http: HttpRequest) -> Any:
         served, worker = server.ready(body.model)
+        check_count(worker.engine, body)
         requests = await run_in_threadpool(chat_requests, body, served)
         call = Call(worker, served, requests, field="messages", n=body.n)
         envelope = Envelope("chatcmpl", "chat.completion", served.name)
