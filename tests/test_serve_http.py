@@ -235,7 +235,7 @@ def test_a_body_that_is_none_is_refused_in_the_shape_of_openai(client, path, con
     [
         *(("temperature", value) for value in ("NaN", "Infinity", "-1", "2.1", '"1"', "true", "null", "1e999")),
         *(("max_tokens", value) for value in ("-5", "0", "1e30", "true", '"7"', "1.5", "9" * 400)),
-        *(("stop", value) for value in ('""', '[""]', "7", '[["a"]]', json.dumps(["a"] * 17))),
+        *(("stop", value) for value in ('""', '[""]', "7", '[["a"]]', json.dumps(["a"] * 17), f'"{"a" * 1001}"')),
         *(("n", value) for value in ("0", "-1", "129", "1.0")),
         *(("top_p", value) for value in ("0", "1.01", "NaN")),
         *(("logprobs", value) for value in ("6", "-1", "true")),

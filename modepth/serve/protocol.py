@@ -13,6 +13,7 @@ from modepth.depth import Cost
 from modepth.depth import Depth as TextDepth
 
 Text = Annotated[str, Field(min_length=1)]
+StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[Token], Field(min_length=1)]
 
@@ -32,7 +33,7 @@ class Sampled(StrictBody):
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
     n: int = Field(1, ge=1, le=128)
-    stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stream: bool = False
     stream_options: StreamOptions | None = None
