@@ -317,6 +317,39 @@ def test_a_request_that_fails_ends_alone():
     assert engine.cache_bytes == 0
 
 
+@pytest.mark.law
+@pytest.mark.parametrize("part", ["watch", "accept"])
+def test_what_fails_after_a_token_is_drawn_ends_its_own_request_alone(model, part):
+    def third(row):
+        return len(row.tokens) == row.num_prompt + 3
+
+    def watch(model, reading, number):
+        if part == "watch" and third(reading.rows[number]):
+            raise LookupError("planted")
+        return []
+
+    class Planted(Row):
+        def accept(self, logits_V):
+            drawn = super().accept(logits_V)
+            if part == "accept" and third(self):
+                raise LookupError("planted")
+            return drawn
+
+    class PlantedEngine(Engine):
+        def new_row(self, request):
+            kind = Planted if request.watches else Row
+            return kind(model, request.prompt, request.sampling, None)
+
+    requests = mixed_requests()
+    alone = [solo(model, request) for request in requests]
+    requests[4] = replace(requests[4], watches={"watch": watch})
+    engine = PlantedEngine(model, limits=SMALL)
+    answers = run(engine, [requests])
+    assert answers[4] == (alone[4][0][:2], "failed")
+    assert answers[:4] + answers[5:] == alone[:4] + alone[5:]
+    assert (engine.num_admitted, engine.num_reserved, engine.cache_bytes) == (0, 0, 0)
+
+
 def test_a_failure_says_what_it_was():
     model = tiny_model(routing=None)
     with torch.no_grad():

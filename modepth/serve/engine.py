@@ -4,7 +4,7 @@
     cancel   it leaves before the next step                                        any thread
     step     each row reads its last token, or a piece of its prompt, and draws    one thread
 
-A row is one request on its way, as in `generation`, whose step this is: read_next, then draw_next. What a row says
+A row is one request on its way, as in `generation`, whose step this is: read, then draw. What a row says
 does not depend on its neighbours, so an answer is the one that the request gets alone. Rows that ask for different
 routings, as the dial allows, are read in passes of their own. Knows nothing of HTTP.
 """
@@ -16,9 +16,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
+from torch import Tensor
+
 from modepth.cache import Cache
 from modepth.config import RoutingConfig
-from modepth.generation import Emitted, Reading, Reason, Row, draw_next, inference, read_next
+from modepth.generation import Emitted, Reading, Reason, Row, draw_row, inference, next_logits, read_next
 from modepth.model import Transformer
 from modepth.sampling import Sampling
 from modepth.serve.limits import STEPS_BETWEEN, Limits, next_counts
@@ -206,35 +208,39 @@ class Engine:
         """One pass over the layers for tickets of one routing. If it fails each is tried alone, from where it stood."""
         tickets, counts = [ticket for ticket, _ in group], [count for _, count in group]
         rows = [ticket.row for ticket in tickets]
-        before = [(row.cache.length, len(row.tokens)) for row in rows]
+        before = [row.cache.length for row in rows]
         try:
             reading = read_next(self.model, rows, counts, tickets[0].request.routing)
-            emitted = draw_next(self.model, reading)
-            noted = [self.look(ticket, reading, number) for number, ticket in enumerate(tickets)]
+            logits = next_logits(self.model, reading)
         except Exception as error:  # whatever it is: one request must not end the others, nor the engine
             return list(self.recover(group, before, error))
-        for ticket, notes in zip(tickets, noted, strict=True):
-            for name, new in notes.items():
-                ticket.notes[name] += new
         self.num_read["prompt"] += sum(
             max(0, min(start + count, row.num_prompt) - start)
-            for row, count, (start, _) in zip(rows, counts, before, strict=True)
+            for row, count, start in zip(rows, counts, before, strict=True)
         )
-        self.num_read["generated"] += len(emitted)
-        return [self.event_of(tickets[each.row], each) for each in emitted]
+        events = [self.draw(ticket, reading, number, logits.get(number)) for number, ticket in enumerate(tickets)]
+        return [event for event in events if event is not None]
 
-    def look(self, ticket: Ticket, reading: Reading, number: int) -> dict[str, list[Any]]:
-        return {name: watch(self.model, reading, number) for name, watch in ticket.request.watches.items()}
-
-    def recover(
-        self, group: Sequence[tuple[Ticket, int]], before: Sequence[tuple[int, int]], error: Exception
-    ) -> Iterator[Event]:
-        for (ticket, count), (length, num_tokens) in zip(group, before, strict=True):
+    def recover(self, group: Sequence[tuple[Ticket, int]], before: Sequence[int], error: Exception) -> Iterator[Event]:
+        for (ticket, count), length in zip(group, before, strict=True):
             ticket.row.cache.crop(length)
-            if len(group) == 1 or len(ticket.row.tokens) != num_tokens:
-                yield self.leave(ticket, "failed", f"{type(error).__name__}: {error}")
+            if len(group) == 1:
+                yield self.leave(ticket, "failed", described(error))
             else:
                 yield from self.advance([(ticket, count)])
+
+    def draw(self, ticket: Ticket, reading: Reading, number: int, logits_V: Tensor | None) -> Event | None:
+        """A new token for one row, if it has logits for one, and what it watches. If that fails, it ends alone."""
+        try:
+            emitted = None if logits_V is None else draw_row(reading, number, logits_V)
+            for name, watch in ticket.request.watches.items():
+                ticket.notes[name] += watch(self.model, reading, number)
+        except Exception as error:  # as above
+            return self.leave(ticket, "failed", described(error))
+        if emitted is None:
+            return None
+        self.num_read["generated"] += 1
+        return self.event_of(ticket, emitted)
 
     def event_of(self, ticket: Ticket, emitted: Emitted) -> Event:
         ended = None if emitted.reason is None else self.leave(ticket, emitted.reason)
@@ -252,3 +258,7 @@ class Engine:
         self.release(1, ticket.reserved)
         self.endings[ending] += 1
         return Event(ticket, None, "", ending, ticket.take_notes(), error)
+
+
+def described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
