@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
+import torch
 from torch import Tensor
 
 from modepth.cache import Cache
 from modepth.config import RoutingConfig
 from modepth.generation import Emitted, Reading, Reason, Row, draw_row, inference, next_logits, read_next
-from modepth.model import Transformer
+from modepth.model import Transformer, check_tokens
 from modepth.sampling import Sampling
 from modepth.serve.limits import STEPS_BETWEEN, Limits, next_counts
 from modepth.text_stream import TextStream
@@ -35,6 +36,10 @@ ENDINGS: tuple[str, ...] = (*get_args(Reason), "cancelled", "failed")
 
 class BusyError(Exception):
     """There is no room now; later there may be."""
+
+
+class StoppedError(Exception):
+    """The engine has failed as a whole: nothing is admitted any more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +103,7 @@ class Engine:
         self.num_steps = 0
         self.num_read: Counter[str] = Counter()  # tokens, of prompts and generated
         self.endings: Counter[str] = Counter()
+        self.failure = ""  # why it has stopped, once it has
 
     # -- from any thread
 
@@ -112,6 +118,7 @@ class Engine:
             self.release(len(requests), sum(reserved))
             raise
         with self.lock:
+            self.check_going()
             self.arrived.extend(tickets)
         return tickets
 
@@ -144,9 +151,14 @@ class Engine:
 
     def reserve(self, count: int, needed: int) -> None:
         with self.lock:
+            self.check_going()
             self.check_room(count, needed)
             self.num_admitted += count
             self.num_reserved += needed
+
+    def check_going(self) -> None:
+        if self.failure:
+            raise StoppedError(f"the engine has stopped ({self.failure}): the server must be started again")
 
     def release(self, count: int, needed: int) -> None:
         with self.lock:
@@ -155,6 +167,8 @@ class Engine:
 
     def new_row(self, request: Request) -> Row:
         self.model.own_or(request.routing)
+        if self.tokenizer is not None:  # which may know fewer ids than the model has, and could not show the others
+            check_tokens(torch.tensor([list(request.prompt)], dtype=torch.int64), self.tokenizer.vocab_size)
         stops = request.sampling.stop_strings
         text = None if self.tokenizer is None else TextStream(self.tokenizer, stops)
         return Row(self.model, request.prompt, request.sampling, text)
@@ -192,6 +206,14 @@ class Engine:
                 events += self.advance(group)
         self.num_steps += bool(counts)
         return events
+
+    def fail(self, error: Exception) -> list[Event]:
+        """Give up after what no single request caused: all that were admitted end, and no others are."""
+        with self.lock:
+            self.failure = described(error)
+            tickets = [*self.arrived, *self.seated]
+            self.arrived.clear()
+        return [self.leave(ticket, "failed", self.failure) for ticket in tickets]
 
     def take_cancelled(self) -> list[Ticket]:
         with self.lock:

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from modepth.serve.answers import FieldError
-from modepth.serve.engine import BusyError
+from modepth.serve.engine import BusyError, StoppedError
 from modepth.serve.protocol import ErrorAnswer
 from modepth.validation import shown
 
@@ -53,7 +53,7 @@ def add_error_handlers(app: FastAPI) -> None:
     async def answer(request: Request, error: Exception) -> JSONResponse:
         return refusal_of(error).response()
 
-    for kind in (Refused, RequestValidationError, HTTPException, BusyError, FieldError, Exception):
+    for kind in (Refused, RequestValidationError, HTTPException, BusyError, StoppedError, FieldError, Exception):
         app.add_exception_handler(kind, answer)
 
 
@@ -65,6 +65,8 @@ def refusal_of(error: Exception) -> Refused:
         return invalid(error.errors())
     if isinstance(error, BusyError):
         return Refused(429, str(error), code="busy", headers=RETRY_AFTER)
+    if isinstance(error, StoppedError):
+        return Refused(503, str(error), code="engine_stopped")
     if isinstance(error, FieldError):
         return Refused(400, str(error), field=error.field)
     if isinstance(error, HTTPException):

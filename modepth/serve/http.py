@@ -60,7 +60,7 @@ ERRORS: Errors = {
     404: {"model": ErrorAnswer, "description": "No such model"},
     413: {"model": ErrorAnswer, "description": "The body is too long"},
     429: {"model": ErrorAnswer, "description": "No room now: try again after Retry-After seconds"},
-    503: {"model": ErrorAnswer, "description": "The model is being loaded"},
+    503: {"model": ErrorAnswer, "description": "The model is being loaded, or its engine has stopped"},
 }
 STREAMED: Errors = {200: {"content": {"text/event-stream": {}}, "description": "The answer; with `stream`, in events"}}
 
@@ -114,6 +114,7 @@ class Server:
         """What answers a call for `model`, which is a name and never a path."""
         if self.running is None:
             raise Refused(503, "the model is being loaded", code="loading", headers=RETRY_AFTER)
+        self.running[1].engine.check_going()
         name = self.running[0].name
         if model is not None and model != name:
             message = f"model: {model[:100]!r} is not served, {name!r} is"
