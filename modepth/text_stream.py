@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 
-from modepth.tokenizer import Tokenizer
+from modepth.tokenizer import UNKNOWN, Tokenizer
 
-UNKNOWN = "\ufffd"  # what the bytes of a character decode to while some are missing
 LONGEST_CHARACTER = 4  # bytes, each of which may be a token
 
 
@@ -65,7 +64,7 @@ class TextStream:
             return ""
         self.tokens.append(token)
         text = self.whole_text()
-        if not text.endswith(UNKNOWN):
+        if not text.endswith(UNKNOWN):  # what the bytes of a character decode to while some are missing
             self.text, self.context, self.settled = text, self.settled, len(self.tokens)
         # None begins in what was handed out: the start of a stop text is held back.
         found = [place for place in (text.find(stop, self.shown) for stop in self.stops) if place >= 0]

@@ -1,5 +1,6 @@
 """The server as its clients meet it: answers, refusals, leaving, load."""
 
+import itertools
 import json
 import re
 import socket
@@ -16,6 +17,8 @@ from modepth.flops import cache_bytes, dense
 from modepth.generation import generate
 from modepth.sampling import Sampling
 from modepth.serve.limits import Limits
+from modepth.tokenizer import ByteTokenizer, as_library
+from tests.oracles import tiny_model
 from tests.serving import LONGEST, engine_of, serving, tiny_served, wait_for
 
 
@@ -272,6 +275,20 @@ def test_half_a_character_is_refused(client, content, status):
     assert refused(client.post("/v1/completions", content=f"{{{content}}}", headers=JSON), status, ANY)
 
 
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), as_library(ByteTokenizer())], ids=["bytes", "library"])
+def test_ids_that_only_the_model_has_are_refused_in_prompts_and_answered_as_generate_does(tokenizer):
+    model = tiny_model(vocab_size=400, num_layers=3, cutoff=0.3).double().eval()
+    served = tiny_served(model=model, tokenizer=tokenizer, dial={})
+    with serving(lambda: served) as client:
+        message = refused(complete(client, prompt=[[5], [7, 300]]), 400, "prompt")
+        assert "token ids must be in 0..256, got 300" in message
+        asked = {"max_tokens": 30, "temperature": 1, "seed": 4}
+        expected = alone(served, "some prompt", **asked | {"temperature": 1.0})
+        assert max(expected.tokens) > 256
+        answer = complete(client, **asked, logprobs=5, depth=True).json()
+        assert answer["choices"][0]["text"] == expected.text
+
+
 def test_more_than_the_context_is_refused_with_both_counts(client):
     message = refused(complete(client, prompt=[1] * 2990, max_tokens=11), 400, "prompt")
     assert f"2990 tokens and max_tokens is 11, together 3001: more than the model's context of {LONGEST}" in message
@@ -417,6 +434,23 @@ def test_a_failure_of_the_model_is_an_error_and_not_the_end(served):
         assert "layer 1: the router score" in json.loads(lines[0].removeprefix("data: "))["error"]["message"]
         assert len(lines) == 1
         assert client.get("/ready").status_code == 200
+
+
+def test_an_engine_that_stops_ends_its_requests_and_says_that_it_is_not_ready(served, monkeypatch, caplog):
+    with serving(lambda: served) as client:
+        engine, steps = engine_of(client), itertools.count()
+        original = engine.step
+        monkeypatch.setattr(engine, "step", lambda: original() if next(steps) < 5 else {}["planted"])
+        with long_stream(client, n=2) as response:
+            lines = [line for line in response.iter_lines() if line]
+        assert "KeyError: 'planted'" in json.loads(lines[-1].removeprefix("data: "))["error"]["message"]
+        assert len(lines) > 2
+        for refusal in (client.get("/ready"), complete(client)):
+            assert "the engine has stopped (KeyError: 'planted')" in refused(refusal, 503)
+        assert client.get("/health").status_code == 200
+        assert (engine.num_admitted, engine.num_reserved, engine.cache_bytes) == (0, 0, 0)
+        (record,) = [each for each in caplog.records if "the engine has stopped" in each.message]
+        assert isinstance(record.exc_info[1], KeyError)
 
 
 def test_metrics_count_what_was_done(served):
