@@ -51,7 +51,10 @@ def check_count(engine: Engine, body: Sampled, num_prompts: int = 1) -> None:
 def chat_prompt(body: ChatBody, served: Served) -> list[int]:
     if served.template is None:
         raise FieldError("messages", "this model's tokenizer has no chat template: use /v1/completions")
-    return served.template.encode([message.model_dump() for message in body.messages])
+    try:
+        return served.template.encode([{"role": message.role, "content": message.text} for message in body.messages])
+    except ValueError as error:
+        raise FieldError("messages", error) from error
 
 
 def completion_requests(body: CompletionBody, served: Served) -> list[Request]:

@@ -63,15 +63,19 @@ def refusal_of(error: Exception) -> Refused:
         return error
     if isinstance(error, RequestValidationError):
         return invalid(error.errors())
-    if isinstance(error, BusyError):
-        return Refused(429, str(error), code="busy", headers=RETRY_AFTER)
-    if isinstance(error, StoppedError):
-        return Refused(503, str(error), code="engine_stopped")
+    if isinstance(error, BusyError | StoppedError):
+        return not_admitted(error)
     if isinstance(error, FieldError):
         return Refused(400, str(error), field=error.field)
     if isinstance(error, HTTPException):
         return Refused(error.status_code, str(error.detail), headers=error.headers)
     return Refused(500, f"the server failed ({type(error).__name__})")
+
+
+def not_admitted(error: BusyError | StoppedError) -> Refused:
+    if isinstance(error, StoppedError):
+        return Refused(503, str(error), code="engine_stopped")
+    return Refused(429, str(error), code="busy", headers=RETRY_AFTER)
 
 
 def invalid(errors: Sequence[Any]) -> Refused:

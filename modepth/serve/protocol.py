@@ -1,12 +1,13 @@
 """The bodies of requests, as OpenAI's clients send them, and of answers.
 
-Values are not converted: "7" is no number. Fields that are not known are refused, since a client that sends one
-expects it to do something; of OpenAI's that are not supported only the values that change nothing are taken.
+Values are not converted: "7" is no number; null stands for a field that is not there. Fields that are not known are
+refused, since a client that sends one expects it to do something; of OpenAI's that are not supported only the values
+that change nothing are taken.
 """
 
 from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from typing_extensions import TypedDict
 
 from modepth.depth import Cost
@@ -18,8 +19,26 @@ Token = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[Token], Field(min_length=1)]
 
 
+def say_nullable(schema: dict[str, Any]) -> None:
+    """Let the published schema of a body say that null stands for an absent field."""
+    for name, field in schema["properties"].items():
+        choices = field.get("anyOf", [field])
+        if name not in schema.get("required", []) and {"type": "null"} not in choices and field.get("type") != "null":
+            told = {key: field.pop(key) for key in ("title", "default", "description") if key in field}
+            schema["properties"][name] = {"anyOf": [*field.get("anyOf", [field]), {"type": "null"}], **told}
+
+
 class StrictBody(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, json_schema_extra=say_nullable)
+
+    @model_validator(mode="before")
+    @classmethod
+    def without_nulls(cls, body: Any) -> Any:
+        """OpenAI's clients send null for what they do not set."""
+        if not isinstance(body, dict):
+            return body
+        optional = {name for name, field in cls.model_fields.items() if not field.is_required()}
+        return {name: value for name, value in body.items() if value is not None or name not in optional}
 
 
 class StreamOptions(StrictBody):
@@ -59,9 +78,18 @@ class CompletionBody(Sampled):
     suffix: None = Field(None, description="not supported")
 
 
+class TextPart(StrictBody):
+    type: Literal["text"]
+    text: str
+
+
 class Message(StrictBody):
     role: Literal["system", "user", "assistant"]
-    content: str
+    content: str | Annotated[list[TextPart], Field(min_length=1)] = Field(description="parts are joined by line breaks")
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
 
 
 class ChatBody(Sampled):
