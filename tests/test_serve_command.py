@@ -7,6 +7,7 @@ import shlex
 import signal
 import socket
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import httpx
@@ -18,7 +19,7 @@ from modepth.config import RoutingConfig
 from modepth.hf import convert, export
 from modepth.hf.native import native_parts
 from modepth.sampling import Sampling
-from modepth.serve.chat import find_template
+from modepth.serve.chat import ChatTemplate, find_template
 from modepth.serve.listen import new_listener
 from modepth.serve.served import SETTINGS, SHIPPED, make_dial, open_native, open_served, read_dial, write_dial
 from modepth.serve.ship import LARGEST, ship
@@ -153,6 +154,32 @@ def test_a_chat_template_is_that_of_the_folder_and_knows_its_marks(tmp_path):
     (tmp_path / "chat_template.jinja").write_text("{{ messages.__class__.__mro__ }}")
     with pytest.raises(ValueError, match="unsafe"):
         find_template(tmp_path, tokenizer).encode([])
+
+
+def rendered(source, contents=("one", "two")):
+    return ChatTemplate(source, {}).render([{"role": "user", "content": text} for text in contents])
+
+
+def test_what_templates_of_transformers_use_works():
+    loop = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}"
+    assert rendered(loop + "{% endfor %}") == "onetwo"
+    assert rendered(loop + "{% break %}{% endfor %}") == "one"
+    assert (
+        rendered("{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m.content }}{% endfor %}")
+        == "two"
+    )
+    assert rendered("{{ strftime_now('%Y-%m') }}") == datetime.now().strftime("%Y-%m")
+    assert rendered("{{ messages[0] | tojson }}", ["<é>"]) == '{"role": "user", "content": "<é>"}'
+    assert rendered("{% if tools is not none %}tools{% endif %}none") == "none"
+
+
+def test_of_several_templates_the_default_is_used(tmp_path):
+    save_tokenizer(as_library(ByteTokenizer()), tmp_path)
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    for templates, expected in ((named, "plain"), (named[:1], None)):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+        template = find_template(tmp_path, load_tokenizer(tmp_path))
+        assert (None if template is None else template.render([])) == expected
 
 
 # -- the command

@@ -16,7 +16,9 @@ import torch
 from modepth.flops import cache_bytes, dense
 from modepth.generation import generate
 from modepth.sampling import Sampling
+from modepth.serve.chat import ChatTemplate
 from modepth.serve.limits import Limits
+from modepth.serve.protocol import ChatBody, CompletionBody
 from modepth.tokenizer import ByteTokenizer, as_library
 from tests.oracles import tiny_model
 from tests.serving import LONGEST, engine_of, serving, tiny_served, wait_for
@@ -236,7 +238,7 @@ def test_a_body_that_is_none_is_refused_in_the_shape_of_openai(client, path, con
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *(("temperature", value) for value in ("NaN", "Infinity", "-1", "2.1", '"1"', "true", "null", "1e999")),
+        *(("temperature", value) for value in ("NaN", "Infinity", "-1", "2.1", '"1"', "true", "1e999")),
         *(("max_tokens", value) for value in ("-5", "0", "1e30", "true", '"7"', "1.5", "9" * 400)),
         *(("stop", value) for value in ('""', '[""]', "7", '[["a"]]', json.dumps(["a"] * 17), f'"{"a" * 1001}"')),
         *(("n", value) for value in ("0", "-1", "129", "1.0")),
@@ -250,6 +252,7 @@ def test_a_body_that_is_none_is_refused_in_the_shape_of_openai(client, path, con
         ("frequency_penalty", "0.5"),
         ("logit_bias", '{"5": 1}'),
         ("unheard_of", "1"),
+        ("unheard_of", "null"),
     ],
 )
 def test_a_wrong_value_is_refused_by_the_name_of_its_field(client, field, value):
@@ -258,6 +261,33 @@ def test_a_wrong_value_is_refused_by_the_name_of_its_field(client, field, value)
     message = refused(client.post("/v1/completions", content=content, headers=JSON), 400, field)
     assert message.startswith(f"{field}: ")
     assert not engine_of(client).busy
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"), [("/v1/completions", CompletionBody), ("/v1/chat/completions", ChatBody)], ids=["text", "chat"]
+)
+def test_null_is_a_field_that_is_not_there(client, path, kind):
+    nulls = {name: None for name, field in kind.model_fields.items() if not field.is_required()}
+    asked = {"prompt": "a"} if kind is CompletionBody else {"messages": [{"role": "user", "content": "a"}]}
+    few = {"max_tokens": 5, "seed": 3}
+    told, plain = (client.post(path, json=body).json() for body in (asked | nulls | few, asked | few))
+    assert told["choices"] == plain["choices"]
+    assert client.post(path, json=asked | nulls | {"max_tokens": 1}).status_code == 200
+    schema = client.get("/openapi.json").json()["components"]["schemas"][kind.__name__]["properties"]
+    for name in nulls:
+        assert schema[name].get("type") == "null" or {"type": "null"} in schema[name]["anyOf"]
+
+
+def test_parts_of_text_are_a_text(client):
+    def say(content):
+        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 5, "seed": 3}
+        return client.post("/v1/chat/completions", json=body)
+
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert say(parts).json()["choices"] == say("one\ntwo").json()["choices"]
+    picture = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
+    for wrong in ([*parts, picture], [], [{"type": "text"}], ["one"], 7, None):
+        assert refused(say(wrong), 400, "messages").startswith("messages: ")
 
 
 @pytest.mark.parametrize(
@@ -329,6 +359,28 @@ def test_a_chat_without_a_template_is_refused(served):
     with serving(lambda: tiny_served(template=None)) as client:
         body = {"messages": [{"role": "user", "content": "hi"}]}
         assert "no chat template" in refused(client.post("/v1/chat/completions", json=body), 400, "messages")
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("{{ raise_exception('only one message') }}", "only one message"),
+        ("{{ messages[0].content + 1 }}", "TypeError: can only concatenate str"),
+        ("{{ 1 // 0 }}", "ZeroDivisionError"),
+        ("{{ messages.pop() }}", "unsafe"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
+        ("{% for m in messages %}", "Unexpected end of template"),
+        ("{{ messages[9].content.x }}", "has no element 9"),
+    ],
+)
+def test_what_goes_wrong_in_a_template_is_told_to_who_asked(source, reason):
+    tokenizer = as_library(ByteTokenizer())
+    with serving(lambda: tiny_served(template=ChatTemplate(source, {}, tokenizer.tokenizer))) as client:
+        body = {"messages": [{"role": "user", "content": "hi"}]}
+        message = refused(client.post("/v1/chat/completions", json=body), 400, "messages")
+        assert "messages do not fit the model's chat template" in message
+        assert reason in message
+        assert complete(client).status_code == 200
 
 
 # -- faults 30 to 33: load
