@@ -14,11 +14,20 @@ from modepth.config import RoutingConfig
 from modepth.depth import cost, layers_used, router_scores
 from modepth.sampling import Sampling
 from modepth.serve.engine import Engine, Event, Request, Ticket, Watch
-from modepth.serve.protocol import ChatBody, Choice, Completion, CompletionBody, Depth, Sampled, Usage
+from modepth.serve.protocol import (
+    DEFAULT_CHAT_TOKENS,
+    DEFAULT_MAX_TOKENS,
+    ChatBody,
+    Choice,
+    Completion,
+    CompletionBody,
+    Depth,
+    Sampled,
+    Usage,
+)
 from modepth.serve.served import Served
 from modepth.serve.watch import NextToken, drawn_logprobs, next_logprobs
 
-DEFAULT_MAX_TOKENS = 16  # OpenAI's
 FINISH: Mapping[str, Literal["stop", "length"]] = {"stop": "stop", "length": "length", "context": "length"}
 
 
@@ -74,7 +83,9 @@ def chat_requests(body: ChatBody, served: Served) -> list[Request]:
     if body.logprobs:
         watches["logprobs"] = partial(drawn_logprobs, top=body.top_logprobs or 0)
     room = max(1, served.model.config.max_length - len(prompt))
-    return n_requests(body, served, prompt, body.max_tokens or body.max_completion_tokens or room, watches)
+    # Not all of a long context: what may be generated is reserved, and two such chats would fill the server.
+    most = body.max_tokens or body.max_completion_tokens or min(room, DEFAULT_CHAT_TOKENS)
+    return n_requests(body, served, prompt, most, watches)
 
 
 def n_requests(

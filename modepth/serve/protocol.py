@@ -13,6 +13,9 @@ from typing_extensions import TypedDict
 from modepth.depth import Cost
 from modepth.depth import Depth as TextDepth
 
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+DEFAULT_CHAT_TOKENS = 1024
+
 Text = Annotated[str, Field(min_length=1)]
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
@@ -71,7 +74,7 @@ class Sampled(StrictBody):
 
 class CompletionBody(Sampled):
     prompt: Text | Tokens | Annotated[list[Text], Field(min_length=1)] | Annotated[list[Tokens], Field(min_length=1)]
-    max_tokens: int | None = Field(None, ge=1, le=2**31, description="16 if not given")
+    max_tokens: int | None = Field(None, ge=1, le=2**31, description=f"{DEFAULT_MAX_TOKENS} if not given")
     logprobs: int | None = Field(None, ge=0, le=5)
     echo: bool = False
     best_of: Literal[1] | None = Field(None, description="not supported")
@@ -94,7 +97,12 @@ class Message(StrictBody):
 
 class ChatBody(Sampled):
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_tokens: int | None = Field(None, ge=1, le=2**31, description="what the context leaves, if not given")
+    max_tokens: int | None = Field(
+        None,
+        ge=1,
+        le=2**31,
+        description=f"if not given {DEFAULT_CHAT_TOKENS}, or what the context leaves, whichever is less",
+    )
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31, description="the newer name of max_tokens")
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
