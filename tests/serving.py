@@ -9,6 +9,8 @@ import torch
 import uvicorn
 
 from modepth.calibration import calibrate
+from modepth.generation import generate
+from modepth.sampling import Sampling
 from modepth.serve.chat import ChatTemplate
 from modepth.serve.http import Server, Settings, make_app
 from modepth.serve.limits import Limits
@@ -68,3 +70,29 @@ def wait_for(condition, seconds=20):
 
 def engine_of(client):
     return client.server.running[1].engine
+
+
+# -- asking
+
+
+def alone(served, prompt, routing=None, **sampling):
+    how = Sampling(**{"max_tokens": 16, "stop_ids": (256,)} | sampling)
+    (answer,) = generate(served.model, [prompt], how, tokenizer=served.tokenizer, routing=routing, layers=True)
+    return answer
+
+
+def complete(client, **body):
+    return client.post("/v1/completions", json={"prompt": "some prompt", "temperature": 0, "max_tokens": 4} | body)
+
+
+def long_stream(client, **body):
+    asked = {"prompt": "some prompt", "max_tokens": 2900, "stream": True, "stop": None} | body
+    return client.stream("POST", "/v1/completions", json=asked)
+
+
+def refused(response, status, field=None):
+    error = response.json()["error"]
+    assert response.status_code == status, error
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == field
+    return error["message"]
