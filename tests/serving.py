@@ -1,5 +1,7 @@
 """A server for the tests: real HTTP on a free port, a tiny model in float64, in a thread of this process."""
 
+import json
+import socket
 import threading
 import time
 from contextlib import contextmanager
@@ -88,6 +90,30 @@ def complete(client, **body):
 def long_stream(client, **body):
     asked = {"prompt": "some prompt", "max_tokens": 2900, "stream": True, "stop": None} | body
     return client.stream("POST", "/v1/completions", json=asked)
+
+
+def streamed(client, body):
+    """The chunks of an answer as they come; closed early, the client leaves."""
+    with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                yield json.loads(line.removeprefix("data: "))
+
+
+@contextmanager
+def asking(client, body):
+    """A request for a whole answer that nobody reads; at the end the client has left."""
+    content, url = json.dumps(body).encode(), client.base_url
+    with socket.create_connection((url.host, url.port), timeout=20) as sender:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {url.host}\r\nContent-Type: application/json\r\n"
+        sender.sendall(head.encode() + f"Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        yield
+
+
+def numbers(client):
+    """What /metrics counts."""
+    lines = [line for line in client.get("/metrics").text.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
 
 
 def refused(response, status, field=None):

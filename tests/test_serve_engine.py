@@ -253,6 +253,7 @@ def test_a_cancelled_request_gets_no_further_token_and_frees_its_cache(model):
     assert {event.ticket for event in events if event.token is not None} == {two}
     assert engine.num_admitted == 1
     assert engine.cache_bytes < held
+    assert one.row.cache.bytes_allocated == 0
     engine.cancel(one)  # it has ended already
     assert [event.ticket for event in engine.step()] == [two]
 
