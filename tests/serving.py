@@ -42,10 +42,11 @@ def tiny_served(max_length=LONGEST, **changes):
 
 @contextmanager
 def serving(open_model, *, ready=True, port=0, **settings):
-    """Yields a client whose `server` is the Server; ends what is under way at the end."""
+    """Yields a client whose `server` is the Server and whose `app` is its app; ends what is under way at the end."""
     server = Server(open_model, Settings(**{"limits": Limits(prompt_piece=5)} | settings))
     listener = new_listener("127.0.0.1", port)
-    config = uvicorn.Config(make_app(server), log_level="warning", timeout_graceful_shutdown=1)
+    app = make_app(server)
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)
     listening = uvicorn.Server(config)
     thread = threading.Thread(target=listening.run, kwargs={"sockets": [listener]})
     thread.start()
@@ -53,7 +54,7 @@ def serving(open_model, *, ready=True, port=0, **settings):
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     try:
         with httpx.Client(base_url=url, headers=key, timeout=30) as client:
-            client.server = server
+            client.server, client.app = server, app
             wait_for(lambda: listening.started)
             if ready:
                 wait_for(lambda: server.running is not None)

@@ -160,10 +160,11 @@ class KeyCheck:
 def key_in(header: bytes) -> bytes:
     """The key of a client's header, or of a browser's, which asks its user for a name and a password."""
     kind, _, value = header.partition(b" ")
-    if kind == b"Basic":
+    kind = kind.lower()  # a scheme is one in any case (RFC 9110, 11.1)
+    if kind == b"basic":
         with suppress(ValueError):
             return base64.b64decode(value, validate=True).partition(b":")[2]
-    return value if kind == b"Bearer" else b""
+    return value if kind == b"bearer" else b""
 
 
 def compact(value: object) -> str:
