@@ -210,9 +210,7 @@ def test_no_token_waits_for_an_acknowledgement():
 
 def test_sigterm_lets_an_answer_end_and_exits_0():
     with command("-m", "modepth", "serve", "--port", "0") as process:
-        first = process.stdout.readline()
-        url = re.search(r"listening at (http://127\.0\.0\.1:\d+); loading", first)[1]
-        assert f"modepth is served at {url}/v1" in process.stdout.readline()
+        url = served_url(process)
         body = {"prompt": "import ", "max_tokens": 60, "stream": True, "seed": 1}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
             lines = response.iter_lines()
@@ -224,6 +222,46 @@ def test_sigterm_lets_an_answer_end_and_exits_0():
         rest, _ = process.communicate(timeout=30)
     assert process.returncode == 0
     assert json.loads(rest.splitlines()[-1])["requests"].keys() <= {"length", "stop"}
+
+
+def served_url(process):
+    """Where a command serves, once it does."""
+    url = re.search(r"listening at (http://127\.0\.0\.1:\d+); loading", process.stdout.readline())[1]
+    assert f"modepth is served at {url}/v1" in process.stdout.readline()
+    return url
+
+
+def test_when_the_time_to_drain_runs_out_answers_are_cut_and_it_exits_0():
+    with command("-m", "modepth", "serve", "--port", "0", "--drain", "1") as process:
+        body = {"prompt": "import ", "max_tokens": 500, "stream": True, "seed": 1, "n": 64}
+        with httpx.stream("POST", f"{served_url(process)}/v1/completions", json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: {")
+            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(httpx.RemoteProtocolError):  # the stream is cut
+                assert "data: [DONE]" not in list(lines)
+        rest, _ = process.communicate(timeout=30)
+    assert process.returncode == 0, rest
+    assert json.loads(rest.splitlines()[-1])["requests"].keys() <= {"cancelled", "stop"}
+
+
+# Loads for ever, as a model on a slow disk does.
+LOADING = """
+import sys, time
+from modepth.cli import main
+from modepth.serve import served
+served.open_served = lambda *_, **__: time.sleep(600)
+sys.exit(main(["serve", "--port", "0"]))
+"""
+
+
+def test_sigterm_before_the_model_is_loaded_exits_0():
+    with command("-c", LOADING) as process:
+        assert "; loading" in process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        rest, _ = process.communicate(timeout=30)
+    assert process.returncode == 0, rest
+    assert json.loads(rest.splitlines()[-1]) == {"requests": {}, "tokens": {}, "steps": 0}
 
 
 # -- the page of the documentation

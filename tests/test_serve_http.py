@@ -1,4 +1,6 @@
-"""The server as its clients meet it: answers, refusals, leaving, load."""
+"""The server as its clients meet it: what they are answered is what `generate` and full forwards give."""
+
+from dataclasses import replace
 
 import openai
 import pytest
@@ -7,7 +9,7 @@ import torch
 from modepth.flops import cache_bytes, dense
 from modepth.serve.answers import chat_requests
 from modepth.serve.protocol import ChatBody
-from tests.serving import LONGEST, alone, engine_of, serving, tiny_served
+from tests.serving import LONGEST, alone, complete, engine_of, serving, tiny_served
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +159,13 @@ def test_the_models_are_listed_with_their_dial(official):
     (model,) = official.models.list().data
     assert (model.id, model.modepth["dial"]) == ("tiny", [0.25, 1.0])
     assert official.models.retrieve("tiny").modepth["routed_layers"] == [1]
+
+
+def test_a_name_may_hold_a_slash(served):
+    with serving(lambda: replace(served, name="org/tiny")) as client:
+        assert client.get("/v1/models/org/tiny").json()["id"] == "org/tiny"
+        assert client.get("/v1/models/org").status_code == 404
+        assert complete(client, model="org/tiny").status_code == 200
 
 
 def test_the_official_client_raises_its_own_errors(official):

@@ -171,7 +171,7 @@ def add_models(app: FastAPI, server: Server) -> None:
         served, _ = server.ready()
         return {"object": "list", "data": [card_of(served)]}
 
-    @app.get("/v1/models/{model}", responses=errors(401, 404, 503))
+    @app.get("/v1/models/{model:path}", responses=errors(401, 404, 503))
     async def one_model(model: str) -> ModelCard:
         served, _ = server.ready(model)
         return card_of(served)
