@@ -69,7 +69,9 @@ def next_counts(unread: Sequence[int], limits: Limits, rested: int) -> tuple[lis
         budget = min(limits.prompt_alone, rested * piece)
     else:
         budget = piece
-        prompts = [number for number in prompts if unread[number] <= SHORT * piece]
+        # As many as the piece has tokens, since each reads one at least: more would make each step a long one, and the
+        # long prompts would wait for as long as short ones come.
+        prompts = [number for number in prompts if unread[number] <= SHORT * piece][:piece]
     shares = share_out([unread[number] for number in prompts], budget)
     counts = [int(count == 1) for count in unread]
     for number, share in zip(prompts, shares, strict=True):
