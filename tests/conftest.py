@@ -34,3 +34,11 @@ def fp64():
 def fresh_compiler():
     """Nothing compiled before, so that a limit on recompilations counts this test alone."""
     torch._dynamo.reset()
+
+
+def pytest_terminal_summary(terminalreporter):
+    """What tests have to say of themselves, `record_property("summary", ...)`: processes of xdist cannot print."""
+    reports = [each for kind in ("passed", "failed") for each in terminalreporter.stats.get(kind, [])]
+    said = {(each.nodeid, text) for each in reports for name, text in each.user_properties if name == "summary"}
+    for nodeid, text in sorted(said):
+        terminalreporter.write_line(f"{nodeid.rpartition('::')[2]}: {text}")
