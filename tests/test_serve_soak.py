@@ -5,8 +5,6 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-import pytest
-
 from modepth.cache import LayerCache
 from modepth.serve.limits import Limits
 from tests.serving import alone, asking, complete, engine_of, numbers, serving, streamed, tiny_served, wait_for
@@ -78,7 +76,6 @@ def filled_caches():
     return [each for each in gc.get_objects() if type(each) is LayerCache and each.room]
 
 
-@pytest.mark.law
 def test_200_requests_of_which_a_third_leaves_are_none_lost_and_leave_nothing():
     before = len(filled_caches())  # of servers that other tests stopped midway
     served, asked = tiny_served(), make_up(random.Random(3))
