@@ -6,6 +6,7 @@ import socket
 from unittest.mock import ANY
 
 import pytest
+from pydantic import ValidationError
 
 from modepth.serve.chat import ChatTemplate
 from modepth.serve.protocol import ChatBody, CompletionBody
@@ -79,6 +80,22 @@ def test_a_wrong_value_is_refused_by_the_name_of_its_field(client, field, value)
     message = refused(client.post("/v1/completions", content=content, headers=JSON), 400, field)
     assert message.startswith(f"{field}: ")
     assert not engine_of(client).busy
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (CompletionBody, {"prompt": [1.5] * 200_000}),
+        (CompletionBody, {"prompt": [[1.5]] * 150_000}),
+        (CompletionBody, {"prompt": "a", "stop": [7] * 200_000}),
+        (ChatBody, {"messages": [{}] * 200_000}),
+        (ChatBody, {"messages": [{"role": "user", "content": [{}] * 200_000}]}),
+    ],
+)
+def test_a_body_full_of_mistakes_is_refused_at_the_first(kind, body):
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(body)
+    assert caught.value.error_count() < 10
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,9 @@ DEFAULT_CHAT_TOKENS = 1024
 Text = Annotated[str, Field(min_length=1)]
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
-Tokens = Annotated[list[Token], Field(min_length=1)]
+# Lists end at the first thing that is wrong: a megabyte of wrong items would be as many errors, and seconds for all.
+Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
+Texts = Annotated[list[Text], Field(min_length=1, fail_fast=True)]
 
 
 def say_nullable(schema: dict[str, Any]) -> None:
@@ -55,7 +57,7 @@ class Sampled(StrictBody):
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
     n: int = Field(1, ge=1, le=128)
-    stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=16, fail_fast=True)] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -73,7 +75,7 @@ class Sampled(StrictBody):
 
 
 class CompletionBody(Sampled):
-    prompt: Text | Tokens | Annotated[list[Text], Field(min_length=1)] | Annotated[list[Tokens], Field(min_length=1)]
+    prompt: Text | Tokens | Texts | Annotated[list[Tokens], Field(min_length=1, fail_fast=True)]
     max_tokens: int | None = Field(None, ge=1, le=2**31, description=f"{DEFAULT_MAX_TOKENS} if not given")
     logprobs: int | None = Field(None, ge=0, le=5)
     echo: bool = False
@@ -88,7 +90,9 @@ class TextPart(StrictBody):
 
 class Message(StrictBody):
     role: Literal["system", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1)] = Field(description="parts are joined by line breaks")
+    content: str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True)] = Field(
+        description="parts are joined by line breaks"
+    )
 
     @property
     def text(self) -> str:
@@ -96,7 +100,7 @@ class Message(StrictBody):
 
 
 class ChatBody(Sampled):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_tokens: int | None = Field(
         None,
         ge=1,
