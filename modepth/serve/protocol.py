@@ -62,8 +62,8 @@ class Sampled(StrictBody):
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, description="ignored")
-    frequency_penalty: Literal[0] | None = Field(None, description="not supported")
-    presence_penalty: Literal[0] | None = Field(None, description="not supported")
+    frequency_penalty: float | None = Field(None, ge=0, le=0, description="not supported")
+    presence_penalty: float | None = Field(None, ge=0, le=0, description="not supported")
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = Field(None, description="not supported")
     depth: bool = Field(False, description="also tell which layers computed each token, and the share of FLOPs")
     capacity: float | None = Field(None, gt=0, le=1, description="a setting of the dial, as /v1/models lists them")
@@ -79,7 +79,7 @@ class CompletionBody(Sampled):
     max_tokens: int | None = Field(None, ge=1, le=2**31, description=f"{DEFAULT_MAX_TOKENS} if not given")
     logprobs: int | None = Field(None, ge=0, le=5)
     echo: bool = False
-    best_of: Literal[1] | None = Field(None, description="not supported")
+    best_of: int | None = Field(None, ge=1, le=1, description="not supported")
     suffix: None = Field(None, description="not supported")
 
 
