@@ -27,8 +27,8 @@ import torch
 
 from modepth import ModelConfig, RoutingConfig, Sampling, Transformer, calibrate
 from modepth.generation import advance, inference, start_rows
-from modepth.serve.engine import Limits
 from modepth.serve.http import Settings
+from modepth.serve.limits import Limits
 from modepth.serve.listen import new_listener, serve
 from modepth.serve.served import Served
 

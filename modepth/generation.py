@@ -129,20 +129,26 @@ def read_next(
     return Reading(rows, [slice(end - count, end) for end, count in zip(ends, counts, strict=True)], states_ND, decided)
 
 
-def draw_next(model: Transformer, reading: Reading) -> list[Emitted]:
-    """A new token for each row that has read all of its own."""
+def next_logits(model: Transformer, reading: Reading) -> dict[int, Tensor]:
+    """Those of the next token, by the number of the row, of each that has read all of its own. Changes no row."""
     ready = [number for number, row in enumerate(reading.rows) if row.num_unread == 0]
     if not ready:
-        return []
+        return {}
     logits_RV = model.lm_head(reading.states_ND[[reading.parts[number].stop - 1 for number in ready]])
-    if not logits_RV.isfinite().all():  # before any row is changed
+    if not logits_RV.isfinite().all():
         raise FloatingPointError("the logits are not finite: look for an overflow in the layers, or NaN in the weights")
-    emitted = []
-    for number, logits_V in zip(ready, logits_RV, strict=True):
-        row = reading.rows[number]
-        token, shown = row.accept(logits_V)
-        emitted.append(Emitted(number, token, shown, row.reason))
-    return emitted
+    return dict(zip(ready, logits_RV, strict=True))
+
+
+def draw_next(model: Transformer, reading: Reading) -> list[Emitted]:
+    """A new token for each row that has read all of its own."""
+    return [draw_row(reading, number, logits_V) for number, logits_V in next_logits(model, reading).items()]
+
+
+def draw_row(reading: Reading, number: int, logits_V: Tensor) -> Emitted:
+    row = reading.rows[number]
+    token, shown = row.accept(logits_V)
+    return Emitted(number, token, shown, row.reason)
 
 
 def advance(

@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 
-from modepth.tokenizer import Tokenizer
+from modepth.tokenizer import UNKNOWN, Tokenizer
 
-UNKNOWN = "\ufffd"  # what the bytes of a character decode to while some are missing
 LONGEST_CHARACTER = 4  # bytes, each of which may be a token
 
 
@@ -16,6 +15,32 @@ def token_texts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
     ['a', '', 'é', '!']
     """
     return TextStream(tokenizer).token_texts(tokens, last=True)
+
+
+class StopStart:
+    """How much of the start of a stop text the text ends with, as it grows: a step for each character, however long
+    the stop is (Knuth, Morris and Pratt's).
+
+    >>> start = StopStart("aab")
+    >>> [start.read(character) for character in "aaac"]
+    [1, 2, 2, 0]
+    """
+
+    def __init__(self, stop: str) -> None:
+        self.stop, self.length = stop, 0
+        # By the length of a start of the stop: the longest shorter one that it ends with. Grown as starts are met.
+        self.shorter = [0, 0]
+
+    def read(self, character: str) -> int:
+        self.length = self.longer(self.length, character)
+        if self.length == len(self.shorter):
+            self.shorter.append(self.longer(self.shorter[-1], character))
+        return self.length
+
+    def longer(self, length: int, character: str) -> int:
+        while length and self.stop[length] != character:
+            length = self.shorter[length]
+        return length + (self.stop[length] == character)
 
 
 class TextStream:
@@ -37,6 +62,7 @@ class TextStream:
         self.text, self.context, self.settled = "", 0, 0
         self.shown = 0  # characters handed out
         self.end: int | None = None  # where a stop text begins
+        self.starts, self.watched = [StopStart(stop) for stop in self.stops], 0  # characters that they have read
 
     @property
     def stopped(self) -> bool:
@@ -48,7 +74,7 @@ class TextStream:
             return ""
         self.tokens.append(token)
         text = self.whole_text()
-        if not text.endswith(UNKNOWN):
+        if not text.endswith(UNKNOWN):  # what the bytes of a character decode to while some are missing
             self.text, self.context, self.settled = text, self.settled, len(self.tokens)
         # None begins in what was handed out: the start of a stop text is held back.
         found = [place for place in (text.find(stop, self.shown) for stop in self.stops) if place >= 0]
@@ -82,9 +108,8 @@ class TextStream:
         sure = len(text)
         while sure > max(0, len(text) - LONGEST_CHARACTER) and text[sure - 1] == UNKNOWN:
             sure -= 1
-        for stop in self.stops:
-            for length in range(len(stop) - 1, 0, -1):
-                if text[:sure].endswith(stop[:length]):
-                    sure = min(sure, len(text[:sure]) - length)
-                    break
-        return sure
+        for character in text[self.watched : sure]:
+            for start in self.starts:
+                start.read(character)
+        self.watched = max(self.watched, sure)
+        return sure - max((start.length for start in self.starts), default=0)

@@ -17,6 +17,7 @@ from modepth.textfile import replace_text
 from modepth.validation import check_count
 
 END_OF_TEXT = "<|endoftext|>"
+UNKNOWN = "\ufffd"
 # What others call it, the most usual first.
 KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>", "<end_of_text>")
 BYTES_JSON = json.dumps({"modepth": "bytes", "version": 1})
@@ -55,9 +56,10 @@ class ByteTokenizer:
         return list(without_surrogates(text).encode("utf-8"))
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Bytes that are not UTF-8, as a cut character is, become U+FFFD."""
+        """Bytes that are not UTF-8, as a cut character is, become U+FFFD, and so do ids that only a model has."""
         end = END_OF_TEXT.encode()
-        return b"".join(end if i == self.end_of_text else bytes((i,)) for i in ids).decode("utf-8", "replace")
+        parts = (bytes((i,)) if i < 256 else end if i == self.end_of_text else UNKNOWN.encode() for i in ids)
+        return b"".join(parts).decode("utf-8", "replace")
 
     def to_json(self) -> str:
         return BYTES_JSON
@@ -130,7 +132,7 @@ def token_bytes(tokenizer: Tokenizer, token: int) -> bytes:
 
 
 def without_surrogates(text: str) -> str:
-    return re.sub("[\ud800-\udfff]", "\ufffd", text)
+    return re.sub("[\ud800-\udfff]", UNKNOWN, text)
 
 
 # -- training

@@ -50,3 +50,11 @@ def shipped():
     from modepth.serve.served import open_served  # noqa: PLC0415 - an extra
 
     return open_served(None)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """What tests have to say of themselves, `record_property("summary", ...)`: processes of xdist cannot print."""
+    reports = [each for kind in ("passed", "failed") for each in terminalreporter.stats.get(kind, [])]
+    said = {(each.nodeid, text) for each in reports for name, text in each.user_properties if name == "summary"}
+    for nodeid, text in sorted(said):
+        terminalreporter.write_line(f"{nodeid.rpartition('::')[2]}: {text}")

@@ -1,5 +1,7 @@
 """A server for the tests: real HTTP on a free port, a tiny model in float64, in a thread of this process."""
 
+import json
+import socket
 import threading
 import time
 from contextlib import contextmanager
@@ -9,9 +11,11 @@ import torch
 import uvicorn
 
 from modepth.calibration import calibrate
+from modepth.generation import generate
+from modepth.sampling import Sampling
 from modepth.serve.chat import ChatTemplate
-from modepth.serve.engine import Limits
 from modepth.serve.http import Server, Settings, make_app
+from modepth.serve.limits import Limits
 from modepth.serve.listen import new_listener
 from modepth.serve.served import Served
 from modepth.tokenizer import ByteTokenizer, as_library
@@ -38,10 +42,11 @@ def tiny_served(max_length=LONGEST, **changes):
 
 @contextmanager
 def serving(open_model, *, ready=True, port=0, **settings):
-    """Yields a client whose `server` is the Server; ends what is under way at the end."""
+    """Yields a client whose `server` is the Server and whose `app` is its app; ends what is under way at the end."""
     server = Server(open_model, Settings(**{"limits": Limits(prompt_piece=5)} | settings))
     listener = new_listener("127.0.0.1", port)
-    config = uvicorn.Config(make_app(server), log_level="warning", timeout_graceful_shutdown=1)
+    app = make_app(server)
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)
     listening = uvicorn.Server(config)
     thread = threading.Thread(target=listening.run, kwargs={"sockets": [listener]})
     thread.start()
@@ -49,7 +54,7 @@ def serving(open_model, *, ready=True, port=0, **settings):
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     try:
         with httpx.Client(base_url=url, headers=key, timeout=30) as client:
-            client.server = server
+            client.server, client.app = server, app
             wait_for(lambda: listening.started)
             if ready:
                 wait_for(lambda: server.running is not None)
@@ -68,3 +73,53 @@ def wait_for(condition, seconds=20):
 
 def engine_of(client):
     return client.server.running[1].engine
+
+
+# -- asking
+
+
+def alone(served, prompt, routing=None, **sampling):
+    how = Sampling(**{"max_tokens": 16, "stop_ids": (256,)} | sampling)
+    (answer,) = generate(served.model, [prompt], how, tokenizer=served.tokenizer, routing=routing, layers=True)
+    return answer
+
+
+def complete(client, **body):
+    return client.post("/v1/completions", json={"prompt": "some prompt", "temperature": 0, "max_tokens": 4} | body)
+
+
+def long_stream(client, **body):
+    asked = {"prompt": "some prompt", "max_tokens": 2900, "stream": True, "stop": None} | body
+    return client.stream("POST", "/v1/completions", json=asked)
+
+
+def streamed(client, body):
+    """The chunks of an answer as they come; closed early, the client leaves."""
+    with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                yield json.loads(line.removeprefix("data: "))
+
+
+@contextmanager
+def asking(client, body):
+    """A request for a whole answer that nobody reads; at the end the client has left."""
+    content, url = json.dumps(body).encode(), client.base_url
+    with socket.create_connection((url.host, url.port), timeout=20) as sender:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {url.host}\r\nContent-Type: application/json\r\n"
+        sender.sendall(head.encode() + f"Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        yield
+
+
+def numbers(client):
+    """What /metrics counts."""
+    lines = [line for line in client.get("/metrics").text.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+
+def refused(response, status, field=None):
+    error = response.json()["error"]
+    assert response.status_code == status, error
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == field
+    return error["message"]

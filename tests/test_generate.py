@@ -2,6 +2,7 @@
 
 import copy
 import math
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -113,6 +114,27 @@ def test_streamed_text_is_the_decoded_text_up_to_a_stop(text, stops):
     first = min((text.index(stop) + len(stop) for stop in stops if stop in text), default=len(text))
     before = [text.index(stop) for stop in stops if stop in text[:first]]
     assert shown == text[: min(before, default=len(text))]
+
+
+@given(st.text("ab", max_size=40), st.lists(st.text("ab", min_size=3, max_size=12), max_size=3))
+def test_what_is_held_back_is_the_longest_start_of_a_stop(text, stops):
+    written, shown = TextStream(ByteTokenizer(), stops), ""
+    for count, token in enumerate(text.encode(), start=1):
+        shown += written.add(token)
+        if written.stopped:
+            break
+        starts = [stop[:length] for stop in stops for length in range(len(stop))]
+        assert len(shown) == count - max((len(start) for start in starts if text[:count].endswith(start)), default=0)
+
+
+def test_a_long_stop_costs_a_token_no_more_than_a_short_one():
+    half = 20_000
+    written = TextStream(ByteTokenizer(), ["a" * half + "b" * half, "a" * half + "c" * half])
+    before = time.process_time()
+    for _ in range(2000):
+        written.add(ord("a"))
+    assert time.process_time() - before < 2  # seconds; each start of the stop looked at for each token: minutes
+    assert written.finish() == "a" * 2000
 
 
 @given(st.binary(max_size=40))

@@ -7,6 +7,7 @@ import shlex
 import signal
 import socket
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import httpx
@@ -18,7 +19,7 @@ from modepth.config import RoutingConfig
 from modepth.hf import convert, export
 from modepth.hf.native import native_parts
 from modepth.sampling import Sampling
-from modepth.serve.chat import find_template
+from modepth.serve.chat import ChatTemplate, find_template
 from modepth.serve.listen import new_listener
 from modepth.serve.served import SETTINGS, SHIPPED, make_dial, open_native, open_served, read_dial, write_dial
 from modepth.serve.ship import LARGEST, ship
@@ -155,6 +156,30 @@ def test_a_chat_template_is_that_of_the_folder_and_knows_its_marks(tmp_path):
         find_template(tmp_path, tokenizer).encode([])
 
 
+def rendered(source, contents=("one", "two")):
+    return ChatTemplate(source, {}).render([{"role": "user", "content": text} for text in contents])
+
+
+def test_what_templates_of_transformers_use_works():
+    loop = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}"
+    assert rendered(loop + "{% endfor %}") == "onetwo"
+    assert rendered(loop + "{% break %}{% endfor %}") == "one"
+    later = "{% if loop.first %}{% continue %}{% endif %}{{ m.content }}"
+    assert rendered("{% for m in messages %}" + later + "{% endfor %}") == "two"
+    assert rendered("{{ strftime_now('%Y-%m') }}") == datetime.now().strftime("%Y-%m")
+    assert rendered("{{ messages[0] | tojson }}", ["<é>"]) == '{"role": "user", "content": "<é>"}'
+    assert rendered("{% if tools is not none %}tools{% endif %}none") == "none"
+
+
+def test_of_several_templates_the_default_is_used(tmp_path):
+    save_tokenizer(as_library(ByteTokenizer()), tmp_path)
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    for templates, expected in ((named, "plain"), (named[:1], None)):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+        template = find_template(tmp_path, load_tokenizer(tmp_path))
+        assert (None if template is None else template.render([])) == expected
+
+
 # -- the command
 
 
@@ -185,9 +210,7 @@ def test_no_token_waits_for_an_acknowledgement():
 
 def test_sigterm_lets_an_answer_end_and_exits_0():
     with command("-m", "modepth", "serve", "--port", "0") as process:
-        first = process.stdout.readline()
-        url = re.search(r"listening at (http://127\.0\.0\.1:\d+); loading", first)[1]
-        assert f"modepth is served at {url}/v1" in process.stdout.readline()
+        url = served_url(process)
         body = {"prompt": "import ", "max_tokens": 60, "stream": True, "seed": 1}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
             lines = response.iter_lines()
@@ -199,6 +222,46 @@ def test_sigterm_lets_an_answer_end_and_exits_0():
         rest, _ = process.communicate(timeout=30)
     assert process.returncode == 0
     assert json.loads(rest.splitlines()[-1])["requests"].keys() <= {"length", "stop"}
+
+
+def served_url(process):
+    """Where a command serves, once it does."""
+    url = re.search(r"listening at (http://127\.0\.0\.1:\d+); loading", process.stdout.readline())[1]
+    assert f"modepth is served at {url}/v1" in process.stdout.readline()
+    return url
+
+
+def test_when_the_time_to_drain_runs_out_answers_are_cut_and_it_exits_0():
+    with command("-m", "modepth", "serve", "--port", "0", "--drain", "1") as process:
+        body = {"prompt": "import ", "max_tokens": 500, "stream": True, "seed": 1, "n": 64}
+        with httpx.stream("POST", f"{served_url(process)}/v1/completions", json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: {")
+            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(httpx.RemoteProtocolError):  # the stream is cut
+                assert "data: [DONE]" not in list(lines)
+        rest, _ = process.communicate(timeout=30)
+    assert process.returncode == 0, rest
+    assert json.loads(rest.splitlines()[-1])["requests"].keys() <= {"cancelled", "stop"}
+
+
+# Loads for ever, as a model on a slow disk does.
+LOADING = """
+import sys, time
+from modepth.cli import main
+from modepth.serve import served
+served.open_served = lambda *_, **__: time.sleep(600)
+sys.exit(main(["serve", "--port", "0"]))
+"""
+
+
+def test_sigterm_before_the_model_is_loaded_exits_0():
+    with command("-c", LOADING) as process:
+        assert "; loading" in process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        rest, _ = process.communicate(timeout=30)
+    assert process.returncode == 0, rest
+    assert json.loads(rest.splitlines()[-1]) == {"requests": {}, "tokens": {}, "steps": 0}
 
 
 # -- the page of the documentation

@@ -1,25 +1,21 @@
 """Continuous batching: whatever the company and however prompts are cut, each answer is the one given alone."""
 
-import gc
 import math
 import random
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from modepth.cache import LayerCache
 from modepth.calibration import calibrate
 from modepth.depth import layers_used, router_scores
 from modepth.flops import forward_flops, spent_share
-from modepth.generation import generate
+from modepth.generation import Row, generate
 from modepth.sampling import Sampling
-from modepth.serve import pace
-from modepth.serve.engine import BusyError, Engine, Limits, Request, next_counts, share_out
+from modepth.serve import engine as engine_module
+from modepth.serve.engine import BusyError, Engine, Request
+from modepth.serve.limits import Limits
 from modepth.serve.watch import drawn_logprobs, next_logprobs
 from modepth.tokenizer import ByteTokenizer
 from tests.oracles import tiny_config, tiny_model, tiny_tokens
@@ -117,6 +113,40 @@ def test_requests_of_different_dials_share_a_batch_and_answer_as_alone(model):
 
 
 @pytest.mark.law
+def test_what_rows_route_is_computed_together(model, monkeypatch):
+    """A step is one pass for each routing that is asked for; in it a routed layer is called once, with the chosen
+    tokens of all rows."""
+    extend, passes, called = model.extend, [], []
+
+    def spy(tokens, caches, **options):
+        called.clear()
+        out = extend(tokens, caches, **options)
+        chosen = [int(routing.chosen_BT.sum()) for routing in out[1]]
+        passes.append((len(caches), sum(map(len, tokens)), chosen))
+        assert called == [count for count in chosen if count]
+        return out
+
+    monkeypatch.setattr(model, "extend", spy)
+    hooks = [
+        model.layers[layer].mlp.register_forward_pre_hook(lambda _, inputs: called.append(inputs[0][..., 0].numel()))
+        for layer in model.config.routed_layers
+    ]
+    engine = Engine(model, limits=Limits(prompt_piece=3))
+    engine.submit(mixed_requests())
+    for step in range(1, 8):
+        num_seated = len(engine.seated) or 16
+        engine.step()
+        assert len(passes) == step
+        assert passes[-1][0] == num_seated
+    assert any(0 < sum(chosen) < len(chosen) * count for _, count, chosen in passes)
+    engine.submit([replace(request_of(), routing=replace(model.config.routing, capacity=1.0))])
+    engine.step()
+    assert len(passes) == 9
+    for hook in hooks:
+        hook.remove()
+
+
+@pytest.mark.law
 def test_a_long_prompt_does_not_hold_up_the_others(model):
     """The others get a token at every step; what a long step leaves of the prompt waits, then goes by pieces."""
     engine = Engine(model, limits=Limits(prompt_piece=2, prompt_alone=20))
@@ -131,76 +161,6 @@ def test_a_long_prompt_does_not_hold_up_the_others(model):
     assert [(step, count) for step, count in enumerate(read) if count] == [(0, 20), (41, 20), (42, 2), (43, 2)]
     assert events[-1].ticket is long
     assert events[-1].ending == "length"
-
-
-@given(st.lists(st.integers(1, 300), max_size=20), st.integers(1, 64))
-def test_a_budget_is_shared_out_fairly(wanted, budget):
-    shares = share_out(wanted, budget)
-    assert all(1 <= share <= want for share, want in zip(shares, wanted, strict=True))
-    assert sum(shares) <= max(budget, len(wanted))
-    cut = [share for share, want in zip(shares, wanted, strict=True) if share < want]
-    assert not cut or max(shares) - min(cut) <= 1  # who got less than they wanted got no less than anybody
-    assert not cut or sum(shares) >= min(budget, sum(wanted))
-    prompts = [want + 1 for want in wanted]
-    many = [1] * 201
-    counts, _ = next_counts([*many, *prompts], Limits(prompt_piece=budget + 100), 0)
-    assert counts == [*many, *share_out(prompts, budget + 160)]
-    assert next_counts(prompts, Limits(prompt_piece=1), 0)[0] == share_out(prompts, 512)
-
-
-@pytest.mark.parametrize(
-    ("fixed", "row", "token", "piece", "row_piece"),
-    [(0.0, 1.0, 1.0, 1, 0.3), (9.0, 1.0, 1.0, 3, 0.3), (9.0, 3.0, 0.5, 7, 1.8), (1.0, 0.0, 0.0, 512, 0.0)],
-)
-def test_pieces_are_what_lengthens_a_step_by_three_tenths(monkeypatch, fixed, row, token, piece, row_piece):
-    def planted(model, counts):
-        return fixed + row * len(counts) + token * (sum(counts) - len(counts))
-
-    monkeypatch.setattr(pace, "step_seconds", planted)
-    limits = pace.with_measured_piece(Limits(), tiny_model(max_length=2048))
-    assert (limits.prompt_piece, limits.row_piece) == (piece, pytest.approx(row_piece))
-    assert token * (limits.piece(20) - 1) <= 0.3 * (fixed + 20 * row)  # a step of 20 rows is no longer than by that
-
-
-@given(
-    st.integers(1, 60),
-    st.integers(1, 64),
-    st.lists(st.tuples(st.integers(0, 30), st.integers(2, 900)), max_size=60),
-)
-def test_long_steps_are_forty_apart_and_on_average_prompts_read_their_piece(piece, generating, arrivals):
-    limits = Limits(prompt_piece=piece, row_piece=0.0)
-    rested, prompts, read = limits.prompt_alone, [], []
-    for pause, length in arrivals:
-        prompts = [*prompts[: generating - 1], length]  # never more than generate
-        for _ in range(pause):
-            counts, rested = next_counts([1] * generating + prompts, limits, rested)
-            assert counts[:generating] == [1] * generating
-            left = [whole - count for whole, count in zip(prompts, counts[generating:], strict=True)]
-            prompts = [count for count in left if count > 1]
-            read.append(sum(counts[generating:]))
-    most = max(piece, generating)  # each that may read reads a token at least
-    long = [step for step, count in enumerate(read) if count > most]
-    assert all(later - sooner > 40 for sooner, later in pairwise(long))
-    assert all(read[step] <= 512 for step in long)
-    assert sum(read) <= 512 + 2 * most * len(read)
-
-
-def test_a_short_prompt_does_not_wait_behind_a_long_one():
-    limits, unread, rested = Limits(prompt_piece=4, row_piece=0.0), [1, 1, 1, 700, 14], 40
-    (*_, long, short), rested = next_counts(unread, limits, rested)
-    assert (long, short, rested) == (146, 14, 0)
-    assert [next_counts([1, 1, 1, 554, left], limits, 0)[0][3:] for left in (17, 16, 3)] == [[0, 0], [0, 4], [0, 3]]
-
-
-def test_what_comes_after_a_pause_is_read_at_once():
-    assert next_counts([1, 1, 400], Limits(prompt_piece=4, row_piece=0.0), 100) == ([1, 1, 400], 0)
-    assert next_counts([1, 1, 400], Limits(prompt_piece=4, row_piece=0.0), 50) == ([1, 1, 200], 0)
-
-
-def test_where_more_wait_than_generate_prompts_are_read_as_if_nobody_did():
-    limits = Limits(prompt_piece=4, row_piece=0.0)
-    assert next_counts([1, 100, 200], limits, 0) == ([1, 100, 200], 1)
-    assert next_counts([1, 1, 100, 200], limits, 0) == ([1, 1, 0, 0], 1)
 
 
 # -- admission
@@ -248,6 +208,32 @@ def test_what_can_never_be_is_refused_at_once(model, requests, message):
     assert not engine.busy
 
 
+@pytest.mark.law
+def test_nothing_is_made_of_what_finds_no_room(model, monkeypatch):
+    made = []
+
+    class Counted(Row):
+        def __init__(self, *arguments):
+            made.append(self)
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(engine_module, "Row", Counted)
+    engine = Engine(model, limits=Limits(requests=3, tokens=70))
+    for never in ([request_of()] * 4, [request_of(30, 30)] * 2, [request_of(), request_of(60, 5)]):
+        with pytest.raises(ValueError, match="more than"):
+            engine.submit(never)
+    assert made == []
+    engine.submit([request_of()] * 2)
+    with pytest.raises(BusyError):
+        engine.submit([request_of()] * 2)
+    with pytest.raises(BusyError):
+        engine.submit([request_of(50, 10)])
+    assert len(made) == 2
+    with pytest.raises(ValueError, match="got 97"):
+        engine.submit([Request(prompt=[97], sampling=Sampling(max_tokens=4))])
+    assert (engine.num_admitted, engine.num_reserved) == (2, 14)
+
+
 # -- cancelling, failing
 
 
@@ -267,6 +253,7 @@ def test_a_cancelled_request_gets_no_further_token_and_frees_its_cache(model):
     assert {event.ticket for event in events if event.token is not None} == {two}
     assert engine.num_admitted == 1
     assert engine.cache_bytes < held
+    assert one.row.cache.bytes_allocated == 0
     engine.cancel(one)  # it has ended already
     assert [event.ticket for event in engine.step()] == [two]
 
@@ -289,6 +276,39 @@ def test_a_request_that_fails_ends_alone():
     assert engine.cache_bytes == 0
 
 
+@pytest.mark.law
+@pytest.mark.parametrize("part", ["watch", "accept"])
+def test_what_fails_after_a_token_is_drawn_ends_its_own_request_alone(model, part):
+    def third(row):
+        return len(row.tokens) == row.num_prompt + 3
+
+    def watch(model, reading, number):
+        if part == "watch" and third(reading.rows[number]):
+            raise LookupError("planted")
+        return []
+
+    class Planted(Row):
+        def accept(self, logits_V):
+            drawn = super().accept(logits_V)
+            if part == "accept" and third(self):
+                raise LookupError("planted")
+            return drawn
+
+    class PlantedEngine(Engine):
+        def new_row(self, request):
+            kind = Planted if request.watches else Row
+            return kind(model, request.prompt, request.sampling, None)
+
+    requests = mixed_requests()
+    alone = [solo(model, request) for request in requests]
+    requests[4] = replace(requests[4], watches={"watch": watch})
+    engine = PlantedEngine(model, limits=SMALL)
+    answers = run(engine, [requests])
+    assert answers[4] == (alone[4][0][:2], "failed")
+    assert answers[:4] + answers[5:] == alone[:4] + alone[5:]
+    assert (engine.num_admitted, engine.num_reserved, engine.cache_bytes) == (0, 0, 0)
+
+
 def test_a_failure_says_what_it_was():
     model = tiny_model(routing=None)
     with torch.no_grad():
@@ -298,39 +318,6 @@ def test_a_failure_says_what_it_was():
     (event,) = engine.step()
     assert (event.ending, event.error.split(":")[0]) == ("failed", "FloatingPointError")
     assert "the logits are not finite" in event.error
-
-
-def filled_caches():
-    gc.collect()
-    return [each for each in gc.get_objects() if type(each) is LayerCache and each.room]
-
-
-@pytest.mark.law
-def test_200_requests_of_which_a_third_is_cancelled_are_none_lost_and_leave_nothing():
-    before = len(filled_caches())  # of servers that other tests stopped midway
-    chance = random.Random(3)
-    engine = Engine(tiny_model(num_layers=3), limits=Limits(rows=8, requests=20, prompt_piece=6))
-    waiting = [request_of(chance.randint(1, 40), chance.randint(1, 24)) for _ in range(200)]
-    after = {number: chance.randint(0, 3) for number in chance.sample(range(200), 67)}  # tokens
-    tickets, tokens, endings, refused = [], {}, {}, 0
-    while waiting or engine.busy:
-        for _ in range(min(len(waiting), chance.randint(0, 5))):
-            try:
-                tickets += engine.submit([waiting[0]])
-                waiting.pop(0)
-            except BusyError:
-                refused += 1
-        collect(engine.step(), tokens, endings)
-        for number, ticket in enumerate(tickets):
-            if number in after and len(tokens.get(id(ticket), [])) >= after[number]:
-                engine.cancel(ticket)
-    assert len(endings) == len(tickets) == 200
-    assert refused > 0
-    assert set(endings.values()) == {"length", "cancelled"}
-    assert sum(ending == "cancelled" for ending in endings.values()) >= 40  # the others had ended before
-    assert sum(endings[id(ticket)] == "cancelled" and id(ticket) in tokens for ticket in tickets) >= 30
-    assert (engine.num_admitted, engine.num_reserved, engine.cache_bytes) == (0, 0, 0)
-    assert len(filled_caches()) <= before
 
 
 # -- what a request may ask to know

@@ -1,21 +1,15 @@
-"""The server as its clients meet it: answers, refusals, leaving, load."""
+"""The server as its clients meet it: what they are answered is what `generate` and full forwards give."""
 
-import json
-import socket
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from unittest.mock import ANY
+from dataclasses import replace
 
-import httpx
 import openai
 import pytest
 import torch
 
 from modepth.flops import cache_bytes, dense
-from modepth.generation import generate
-from modepth.sampling import Sampling
-from modepth.serve.engine import Limits
-from tests.serving import LONGEST, engine_of, serving, tiny_served, wait_for
+from modepth.serve.answers import chat_requests
+from modepth.serve.protocol import ChatBody
+from tests.serving import LONGEST, alone, complete, engine_of, serving, tiny_served
 
 
 @pytest.fixture(scope="module")
@@ -35,16 +29,6 @@ def client(served):
 def official(client):
     with openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="none", max_retries=0) as official:
         yield official
-
-
-def alone(served, prompt, routing=None, **sampling):
-    how = Sampling(**{"max_tokens": 16, "stop_ids": (256,)} | sampling)
-    (answer,) = generate(served.model, [prompt], how, tokenizer=served.tokenizer, routing=routing, layers=True)
-    return answer
-
-
-def complete(client, **body):
-    return client.post("/v1/completions", json={"prompt": "some prompt", "temperature": 0, "max_tokens": 4} | body)
 
 
 # -- the official client
@@ -156,10 +140,32 @@ def test_a_chat_is_a_completion_of_its_template(official, served):
     assert chunks[-1].choices[0].finish_reason == "length"
 
 
+@pytest.mark.parametrize(
+    ("length", "limit", "most"),
+    [
+        (10, {}, 1024),
+        (LONGEST - 1000, {}, 1000),
+        (10, {"max_tokens": 2000}, 2000),
+        (10, {"max_completion_tokens": 3}, 3),
+    ],
+)
+def test_a_chat_without_a_limit_does_not_reserve_the_whole_context(served, length, limit, most):
+    body = ChatBody(messages=[{"role": "user", "content": "x" * (length - 5)}], **limit)
+    (request,) = chat_requests(body, served)
+    assert (len(request.prompt), request.sampling.max_tokens) == (length, most)
+
+
 def test_the_models_are_listed_with_their_dial(official):
     (model,) = official.models.list().data
     assert (model.id, model.modepth["dial"]) == ("tiny", [0.25, 1.0])
     assert official.models.retrieve("tiny").modepth["routed_layers"] == [1]
+
+
+def test_a_name_may_hold_a_slash(served):
+    with serving(lambda: replace(served, name="org/tiny")) as client:
+        assert client.get("/v1/models/org/tiny").json()["id"] == "org/tiny"
+        assert client.get("/v1/models/org").status_code == 404
+        assert complete(client, model="org/tiny").status_code == 200
 
 
 def test_the_official_client_raises_its_own_errors(official):
@@ -190,230 +196,3 @@ def test_the_depth_of_a_text_is_what_one_full_forward_routes(client, served):
         ]
         kept = (2 * 17 + int(routing.chosen_BT.sum())) / (3 * 17)
         assert answer["cost"]["cache_bytes"] / answer["cost"]["dense_cache_bytes"] == pytest.approx(kept)
-
-
-# -- faults 27 to 29: what is sent
-
-
-def refused(response, status, field=None):
-    error = response.json()["error"]
-    assert response.status_code == status, error
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["param"] == field
-    return error["message"]
-
-
-JSON = {"Content-Type": "application/json"}
-
-
-@pytest.mark.parametrize(
-    ("content", "headers"),
-    [
-        (b"{", JSON),
-        (b"", JSON),
-        (b"[]", JSON),
-        (b"null", JSON),
-        (b"\xff\xfe", JSON),
-        (b'"prompt"', JSON),
-        (b"[" * 100_000, JSON),
-        (b'{"prompt": ' + b"[" * 100_000, JSON),
-        (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", JSON),
-        (b'{"prompt": "a"}', {"Content-Type": "text/plain"}),
-        (b'{"prompt": "a"}', {}),
-        (b"prompt=a", {"Content-Type": "application/x-www-form-urlencoded"}),
-    ],
-    ids=lambda value: str(value)[:20],
-)
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/depth"])
-def test_a_body_that_is_none_is_refused_in_the_shape_of_openai(client, path, content, headers):
-    assert refused(client.post(path, content=content, headers=headers), 400)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        *(("temperature", value) for value in ("NaN", "Infinity", "-1", "2.1", '"1"', "true", "null", "1e999")),
-        *(("max_tokens", value) for value in ("-5", "0", "1e30", "true", '"7"', "1.5", "9" * 400)),
-        *(("stop", value) for value in ('""', '[""]', "7", '[["a"]]', json.dumps(["a"] * 17))),
-        *(("n", value) for value in ("0", "-1", "129", "1.0")),
-        *(("top_p", value) for value in ("0", "1.01", "NaN")),
-        *(("logprobs", value) for value in ("6", "-1", "true")),
-        *(("seed", value) for value in ("1.5", "9223372036854775808")),
-        *(("prompt", value) for value in ('""', "[]", "[[]]", "[257]", "[-1]", "[1.5]", "[true]", '[1, "a"]', "7")),
-        *(("prompt", value) for value in ("[9223372036854775808]", "[[1], [257]]", "null")),
-        *(("capacity", value) for value in ("0.3", "0", "1.5", "NaN")),
-        ("stream_options", '{"other": 1}'),
-        ("frequency_penalty", "0.5"),
-        ("logit_bias", '{"5": 1}'),
-        ("unheard_of", "1"),
-    ],
-)
-def test_a_wrong_value_is_refused_by_the_name_of_its_field(client, field, value):
-    body = {"prompt": '"a"', field: value}
-    content = "{" + ", ".join(f'"{name}": {text}' for name, text in body.items()) + "}"
-    message = refused(client.post("/v1/completions", content=content, headers=JSON), 400, field)
-    assert message.startswith(f"{field}: ")
-    assert not engine_of(client).busy
-
-
-@pytest.mark.parametrize(
-    ("content", "status"),
-    [
-        (r'"prompt": "a", "\ud800": 1', 400),
-        (r'"prompt": "a", "stream_options": {"\ud800": 1}', 400),
-        (r'"prompt": "\ud800"', 400),
-        (r'"prompt": ["\ud800", 1]', 400),
-        (r'"prompt": "a", "stop": "\ud800"', 400),
-        (r'"prompt": "a", "model": "\ud800"', 404),
-    ],
-)
-def test_half_a_character_is_refused(client, content, status):
-    assert refused(client.post("/v1/completions", content=f"{{{content}}}", headers=JSON), status, ANY)
-
-
-def test_more_than_the_context_is_refused_with_both_counts(client):
-    message = refused(complete(client, prompt=[1] * 2990, max_tokens=11), 400, "prompt")
-    assert f"2990 tokens and max_tokens is 11, together 3001: more than the model's context of {LONGEST}" in message
-    assert "3100 tokens" in refused(client.post("/v1/depth", json={"text": "a" * 3100}), 400, "text")
-
-
-def test_a_body_over_the_limit_is_refused_unread(client, served):
-    assert complete(client, prompt="a" * (2**20 + 1)).status_code == 413
-
-    # In pieces, without saying how long: refused at the first byte too many, and the connection closed.
-    with socket.create_connection((client.base_url.host, client.base_url.port), timeout=20) as sender:
-        sender.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n")
-        sender.sendall(b"Content-Type: application/json\r\n\r\n")
-        for _ in range(16):
-            sender.sendall(b"10000\r\n" + b"[" * 2**16 + b"\r\n")
-        sender.sendall(b"1\r\n[\r\n")
-        answer = b"".join(iter(lambda: sender.recv(2**16), b""))
-    assert answer.startswith(b"HTTP/1.1 413")
-    assert b"the body has more than 1048576 bytes" in answer
-    assert complete(client).status_code == 200
-
-
-def test_a_chat_without_a_template_is_refused(served):
-    with serving(lambda: tiny_served(template=None)) as client:
-        body = {"messages": [{"role": "user", "content": "hi"}]}
-        assert "no chat template" in refused(client.post("/v1/chat/completions", json=body), 400, "messages")
-
-
-# -- faults 30 to 33: load
-
-
-def long_stream(client, **body):
-    asked = {"prompt": "some prompt", "max_tokens": 2900, "stream": True, "stop": None} | body
-    return client.stream("POST", "/v1/completions", json=asked)
-
-
-def test_a_client_that_leaves_a_stream_ends_its_request(client):
-    engine = engine_of(client)
-    before = engine.endings["cancelled"], engine.num_read["generated"]
-    with long_stream(client, n=2) as response:
-        lines = response.iter_lines()
-        assert next(lines).startswith("data: {")
-        assert len(engine.seated) == 2
-    wait_for(lambda: not engine.busy)
-    assert engine.endings["cancelled"] == before[0] + 2
-    assert engine.num_read["generated"] < before[1] + 2000
-    assert engine.cache_bytes == 0
-
-
-def test_a_client_that_leaves_a_whole_answer_ends_its_request(client):
-    engine = engine_of(client)
-    before = engine.endings["cancelled"], engine.num_read["generated"]
-    with pytest.raises(httpx.ReadTimeout), httpx.Client(base_url=client.base_url, timeout=0.3) as impatient:
-        complete(impatient, max_tokens=2900, temperature=1)
-    wait_for(lambda: not engine.busy)
-    assert engine.endings["cancelled"] == before[0] + 1
-    assert engine.num_read["generated"] < before[1] + 2000
-
-
-def test_when_there_is_no_room_a_request_is_told_to_come_again(served):
-    with serving(lambda: served, limits=Limits(requests=2)) as client:
-        with long_stream(client, n=2) as response:
-            lines = response.iter_lines()  # kept, or the stream would be closed
-            assert next(lines).startswith("data: {")
-            busy = complete(client)
-            assert "try again later" in refused(busy, 429)
-            assert int(busy.headers["Retry-After"]) >= 1
-            refused(complete(client, n=3), 400, "prompt")  # that never fits
-        wait_for(lambda: not engine_of(client).busy)
-        assert complete(client, n=2).status_code == 200
-
-
-def test_alive_is_not_yet_loaded(served):
-    go = threading.Event()
-
-    def slowly():
-        go.wait()
-        return served
-
-    with serving(slowly, ready=False) as client:
-        assert client.get("/health").json() == {"status": "ok"}
-        for response in (client.get("/ready"), client.get("/metrics"), complete(client)):
-            assert "being loaded" in refused(response, 503)
-        go.set()
-        wait_for(lambda: client.get("/ready").status_code == 200)
-        assert complete(client).status_code == 200
-
-
-def test_16_parallel_requests_are_answered_as_alone(client, served):
-    prompts = ["x" * length for length in (1, 200, 3, 17, 90, 2, 31, 5, 23, 12, 1, 44, 9, 160, 27, 14)]
-    counts = [3 + 7 * number % 19 for number in range(16)]
-    with ThreadPoolExecutor(16) as pool:
-        answers = list(
-            pool.map(lambda p, n: complete(client, prompt=p, max_tokens=n).json(), prompts, counts, timeout=60)
-        )
-    for prompt, count, answer in zip(prompts, counts, answers, strict=True):
-        assert answer["choices"][0]["text"] == alone(served, prompt, max_tokens=count).text
-
-
-def test_the_key_is_asked_for_everywhere_but_health(served):
-    with serving(lambda: served, api_key="open sesame") as client:
-        routes = [("GET", path) for path in ("/ready", "/metrics", "/v1/models", "/openapi.json", "/nowhere")]
-        routes += [("POST", path) for path in ("/v1/completions", "/v1/chat/completions", "/v1/depth")]
-        for method, path in routes:
-            assert client.request(method, path).status_code != 401
-            for key in ("", "Bearer wrong", "open sesame", "Bearer öpen", "Basic öpen", "Basic OndyZQ=="):
-                response = client.request(method, path, headers={"Authorization": key.encode()})
-                assert "API key is missing or wrong" in refused(response, 401)
-        assert client.get("/health", headers={"Authorization": ""}).status_code == 200
-        assert complete(client).status_code == 200
-
-
-def test_other_sites_are_not_let_in(client):
-    origin = {"Origin": "http://elsewhere.example", "Access-Control-Request-Method": "POST"}
-    for response in (client.options("/v1/completions", headers=origin), client.get("/v1/models", headers=origin)):
-        assert not [name for name in response.headers if name.startswith("access-control")]
-    assert refused(client.options("/v1/completions", headers=origin), 405)
-    assert refused(client.get("/nowhere"), 404)
-
-
-def test_a_failure_of_the_model_is_an_error_and_not_the_end(served):
-    broken = tiny_served()
-    with torch.no_grad():
-        broken.model.layers[1].router.score.weight[0, 0] = torch.nan
-    with serving(lambda: broken) as client:
-        assert "layer 1: the router score" in refused(complete(client), 500)
-        with long_stream(client) as response:
-            lines = [line for line in response.iter_lines() if line]
-        assert "layer 1: the router score" in json.loads(lines[0].removeprefix("data: "))["error"]["message"]
-        assert len(lines) == 1
-        assert client.get("/ready").status_code == 200
-
-
-def test_metrics_count_what_was_done(served):
-    with serving(lambda: served) as client:
-        complete(client, n=2)
-        lines = dict(
-            line.rsplit(" ", 1) for line in client.get("/metrics").text.splitlines() if not line.startswith("#")
-        )
-    assert lines['modepth_tokens_total{kind="prompt"}'] == "22"
-    assert lines['modepth_tokens_total{kind="generated"}'] == "8"
-    assert lines['modepth_requests_total{ending="length"}'] == "2"
-    assert lines["modepth_first_token_seconds_count"] == "2"
-    assert lines['modepth_between_tokens_seconds_bucket{le="+Inf"}'] == "6"
-    assert lines["modepth_cache_bytes"] == "0"
-    assert lines['modepth_cache_entries_total{kind="dense"}'] == str(2 * 3 * 14)

@@ -58,8 +58,8 @@ def run(options: argparse.Namespace) -> None:
     for package in ("fastapi", "uvicorn"):
         if importlib.util.find_spec(package) is None:
             raise ImportError(f"this needs {package}: pip install 'modepth[serve]'")
-    from modepth.serve.engine import Limits  # noqa: PLC0415 - an extra
-    from modepth.serve.http import Settings  # noqa: PLC0415
+    from modepth.serve.http import Settings  # noqa: PLC0415 - an extra
+    from modepth.serve.limits import Limits  # noqa: PLC0415
     from modepth.serve.listen import new_listener, serve  # noqa: PLC0415
     from modepth.serve.served import SETTINGS, Served, open_served  # noqa: PLC0415
 
@@ -73,11 +73,14 @@ def run(options: argparse.Namespace) -> None:
         api_key=os.environ.get(KEY_VARIABLE) or None,
     )
     listener = new_listener(options.host, options.port)
-    url = f"http://{options.host}:{listener.getsockname()[1]}"
+    url = url_of(options.host, listener.getsockname()[1])
 
     def open_model() -> Served:
         dial = SETTINGS if options.dial is None else options.dial
         return open_served(options.folder, name=options.name, settings=dial, data=options.data)
+
+    def on_listening() -> None:
+        say(f"listening at {url}; loading")
 
     def on_ready(served: Served) -> None:
         shown = ", ".join(f"{capacity:g}" for capacity in served.dial) or "none"
@@ -85,8 +88,15 @@ def run(options: argparse.Namespace) -> None:
 
     if options.host not in LOOPBACK and settings.api_key is None:
         say(f"anybody who reaches {options.host} can use this server: set {KEY_VARIABLE} to ask for a key")
-    say(f"listening at {url}; loading")
-    print(json.dumps(serve(open_model, settings, listener, options.drain, on_ready)))
+    print(json.dumps(serve(open_model, settings, listener, options.drain, on_ready, on_listening)))
+
+
+def url_of(host: str, port: int) -> str:
+    """
+    >>> url_of("127.0.0.1", 8000), url_of("::1", 8000)
+    ('http://127.0.0.1:8000', 'http://[::1]:8000')
+    """
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def say(message: str) -> None:

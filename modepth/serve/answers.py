@@ -13,14 +13,23 @@ from typing import Any, Literal, NamedTuple
 from modepth.config import RoutingConfig
 from modepth.depth import cost, layers_used, router_scores
 from modepth.sampling import Sampling
-from modepth.serve.engine import Event, Request, Ticket, Watch
-from modepth.serve.protocol import ChatBody, Choice, Completion, CompletionBody, Depth, Sampled, Usage
+from modepth.serve.engine import Engine, Event, Request, Ticket, Watch
+from modepth.serve.protocol import (
+    DEFAULT_CHAT_TOKENS,
+    DEFAULT_MAX_TOKENS,
+    ChatBody,
+    Choice,
+    Completion,
+    CompletionBody,
+    Depth,
+    Sampled,
+    Usage,
+)
 from modepth.serve.served import Served
 from modepth.serve.watch import NextToken, drawn_logprobs, next_logprobs
 from modepth.text_stream import TextStream
 from modepth.tokenizer import token_bytes
 
-DEFAULT_MAX_TOKENS = 16  # OpenAI's
 FINISH: Mapping[str, Literal["stop", "length"]] = {"stop": "stop", "length": "length", "context": "length"}
 
 
@@ -35,17 +44,28 @@ class FieldError(ValueError):
 # -- asking
 
 
-def prompts_of(body: CompletionBody, served: Served) -> list[list[int]]:
+def prompts_of(body: CompletionBody) -> list[str | list[int]]:
     prompt: Any = body.prompt
     several = isinstance(prompt, list) and not isinstance(prompt[0], int)
-    prompts = prompt if several else [prompt]
-    return [served.tokenizer.encode(each) if isinstance(each, str) else each for each in prompts]
+    return prompt if several else [prompt]
+
+
+def check_count(engine: Engine, body: Sampled, num_prompts: int = 1) -> None:
+    """Refuse more answers than there is room for, before anything is made of a body that may ask for millions."""
+    try:
+        engine.check_room(num_prompts * body.n, 0)
+    except ValueError as error:
+        field = "prompt" if num_prompts > engine.limits.requests else "n"
+        raise FieldError(field, f"{error}: {num_prompts} times n, which is {body.n}") from error
 
 
 def chat_prompt(body: ChatBody, served: Served) -> list[int]:
     if served.template is None:
         raise FieldError("messages", "this model's tokenizer has no chat template: use /v1/completions")
-    return served.template.encode([message.model_dump() for message in body.messages])
+    try:
+        return served.template.encode([{"role": message.role, "content": message.text} for message in body.messages])
+    except ValueError as error:
+        raise FieldError("messages", error) from error
 
 
 def completion_requests(body: CompletionBody, served: Served) -> list[Request]:
@@ -53,7 +73,8 @@ def completion_requests(body: CompletionBody, served: Served) -> list[Request]:
     if body.logprobs is not None:
         watches["logprobs"] = partial(next_logprobs if body.echo else drawn_logprobs, top=body.logprobs)
     most = body.max_tokens or DEFAULT_MAX_TOKENS
-    return [each for prompt in prompts_of(body, served) for each in n_requests(body, served, prompt, most, watches)]
+    prompts = [served.tokenizer.encode(each) if isinstance(each, str) else each for each in prompts_of(body)]
+    return [each for prompt in prompts for each in n_requests(body, served, prompt, most, watches)]
 
 
 def chat_requests(body: ChatBody, served: Served) -> list[Request]:
@@ -64,7 +85,9 @@ def chat_requests(body: ChatBody, served: Served) -> list[Request]:
     if body.logprobs:
         watches["logprobs"] = partial(drawn_logprobs, top=body.top_logprobs or 0)
     room = max(1, served.model.config.max_length - len(prompt))
-    return n_requests(body, served, prompt, body.max_tokens or body.max_completion_tokens or room, watches)
+    # Not all of a long context: what may be generated is reserved, and two such chats would fill the server.
+    most = body.max_tokens or body.max_completion_tokens or min(room, DEFAULT_CHAT_TOKENS)
+    return n_requests(body, served, prompt, most, watches)
 
 
 def n_requests(

@@ -4,7 +4,7 @@
     cancel   it leaves before the next step                                        any thread
     step     each row reads its last token, or a piece of its prompt, and draws    one thread
 
-A row is one request on its way, as in `generation`, whose step this is: read_next, then draw_next. What a row says
+A row is one request on its way, as in `generation`, whose step this is: read, then draw. What a row says
 does not depend on its neighbours, so an answer is the one that the request gets alone. Rows that ask for different
 routings, as the dial allows, are read in passes of their own. Knows nothing of HTTP.
 """
@@ -16,14 +16,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
+import torch
+from torch import Tensor
+
 from modepth.cache import Cache
 from modepth.config import RoutingConfig
-from modepth.generation import Emitted, Reading, Reason, Row, draw_next, inference, read_next
-from modepth.model import Transformer
+from modepth.generation import Emitted, Reading, Reason, Row, draw_row, inference, next_logits, read_next
+from modepth.model import Transformer, check_tokens
 from modepth.sampling import Sampling
+from modepth.serve.limits import STEPS_BETWEEN, Limits, next_counts
 from modepth.text_stream import TextStream
 from modepth.tokenizer import Tokenizer
-from modepth.validation import check_count, check_number
 
 # Looks at what was just read of one row, after its token was drawn: one note for each token that it has one for.
 Watch = Callable[[Transformer, Reading, int], list[Any]]
@@ -31,50 +34,12 @@ Ending = Reason | Literal["cancelled", "failed"]
 ENDINGS: tuple[str, ...] = (*get_args(Reason), "cancelled", "failed")
 
 
-LONGER = 0.3  # the share by which prompts may lengthen the steps in which others generate, on average
-STEPS_BETWEEN = 40  # those that read long prompts: so nineteen of twenty are as short as without
-SHORT = 4  # pieces, or fewer, of a prompt are read one by one, which makes no step long
-UNMEASURED = 8  # tokens
-
-
 class BusyError(Exception):
     """There is no room now; later there may be."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """How much is admitted, and how much of it is computed in a step.
-
-    requests      admitted at once, computed or waiting
-    tokens        of all that are admitted: their prompts, and the most that they may generate
-    rows          computed together; the others wait in order
-    prompt_alone  tokens that all prompts read in a step at most, and in one in which more wait than generate
-    prompt_piece  tokens that they read, on average, in a step in which one row generates. None: a server measures what
-                  its machine can read so; an engine by itself takes 8
-    row_piece     how many more for each further row that generates; measured with the piece
-
-    >>> Limits(rows=16).rows
-    16
-    """
-
-    requests: int = 256
-    tokens: int = 2**18
-    rows: int = 64
-    prompt_alone: int = 512
-    prompt_piece: int | None = None
-    row_piece: float = 0.3
-
-    def __post_init__(self) -> None:
-        for name in ("requests", "tokens", "rows", "prompt_alone"):
-            check_count(name, getattr(self, name), low=1)
-        if self.prompt_piece is not None:
-            check_count("prompt_piece", self.prompt_piece, low=1)
-        check_number("row_piece", self.row_piece, low=0.0)
-
-    def piece(self, num_generating: int) -> int:
-        """Tokens that prompts read beside so many rows that generate."""
-        of_one = UNMEASURED if self.prompt_piece is None else self.prompt_piece
-        return min(self.prompt_alone, of_one + int(self.row_piece * max(0, num_generating - 1)))
+class StoppedError(Exception):
+    """The engine has failed as a whole: nothing is admitted any more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,41 +103,38 @@ class Engine:
         self.num_steps = 0
         self.num_read: Counter[str] = Counter()  # tokens, of prompts and generated
         self.endings: Counter[str] = Counter()
+        self.failure = ""  # why it has stopped, once it has
 
     # -- from any thread
 
     def submit(self, requests: Sequence[Request], owner: object = None) -> list[Ticket]:
         """Admit all of these, or none: a ValueError for what can never be, a BusyError for what cannot now."""
-        tickets = [Ticket(request, self.new_row(request), owner) for request in requests]
-        needed = sum(ticket.reserved for ticket in tickets)
-        self.check_possible(len(tickets), needed)
+        reserved = [self.needed(request) for request in requests]
+        self.reserve(len(requests), sum(reserved))
+        # Only now, with room for them: rows are what costs.
+        try:
+            tickets = [Ticket(request, self.new_row(request), owner) for request in requests]
+        except BaseException:
+            self.release(len(requests), sum(reserved))
+            raise
         with self.lock:
-            if self.num_admitted + len(tickets) > self.limits.requests or (
-                self.num_reserved + needed > self.limits.tokens
-            ):
-                raise BusyError(
-                    f"{self.num_admitted} requests with {self.num_reserved} tokens are on their way; with "
-                    f"{len(tickets)} and {needed} more there would be more than {self.limits.requests} and "
-                    f"{self.limits.tokens}: try again later"
-                )
-            self.num_admitted += len(tickets)
-            self.num_reserved += needed
+            self.check_going()
             self.arrived.extend(tickets)
         return tickets
 
-    def new_row(self, request: Request) -> Row:
+    def needed(self, request: Request) -> int:
+        """The tokens to reserve for a request."""
         length, most = self.model.config.max_length, request.sampling.max_tokens
-        if len(request.prompt) + most > length:
+        needed = len(request.prompt) + most
+        if needed > length:
             raise ValueError(
-                f"the prompt has {len(request.prompt)} tokens and max_tokens is {most}, together "
-                f"{len(request.prompt) + most}: more than the model's context of {length}"
+                f"the prompt has {len(request.prompt)} tokens and max_tokens is {most}, together {needed}: more than "
+                f"the model's context of {length}"
             )
-        self.model.own_or(request.routing)
-        stops = request.sampling.stop_strings
-        text = None if self.tokenizer is None else TextStream(self.tokenizer, stops)
-        return Row(self.model, request.prompt, request.sampling, text)
+        return needed
 
-    def check_possible(self, count: int, needed: int) -> None:
+    def check_room(self, count: int, needed: int) -> None:
+        """Raise if so many requests that need so many tokens cannot be admitted: ever, or now."""
         if count > self.limits.requests:
             raise ValueError(f"{count} answers at once are more than the {self.limits.requests} that are admitted")
         if needed > self.limits.tokens:
@@ -180,6 +142,36 @@ class Engine:
                 f"prompts and max_tokens add up to {needed} tokens, more than the {self.limits.tokens} that are "
                 "admitted: ask for fewer answers at once, or lower max_tokens"
             )
+        if self.num_admitted + count > self.limits.requests or self.num_reserved + needed > self.limits.tokens:
+            raise BusyError(
+                f"{self.num_admitted} requests with {self.num_reserved} tokens are on their way; with "
+                f"{count} and {needed} more there would be more than {self.limits.requests} and "
+                f"{self.limits.tokens}: try again later"
+            )
+
+    def reserve(self, count: int, needed: int) -> None:
+        with self.lock:
+            self.check_going()
+            self.check_room(count, needed)
+            self.num_admitted += count
+            self.num_reserved += needed
+
+    def check_going(self) -> None:
+        if self.failure:
+            raise StoppedError(f"the engine has stopped ({self.failure}): the server must be started again")
+
+    def release(self, count: int, needed: int) -> None:
+        with self.lock:
+            self.num_admitted -= count
+            self.num_reserved -= needed
+
+    def new_row(self, request: Request) -> Row:
+        self.model.own_or(request.routing)
+        if self.tokenizer is not None:  # which may know fewer ids than the model has, and could not show the others
+            check_tokens(torch.tensor([list(request.prompt)], dtype=torch.int64), self.tokenizer.vocab_size)
+        stops = request.sampling.stop_strings
+        text = None if self.tokenizer is None else TextStream(self.tokenizer, stops)
+        return Row(self.model, request.prompt, request.sampling, text)
 
     def cancel(self, ticket: Ticket) -> None:
         """Let it leave before the next step; one that has ended already stays as it is."""
@@ -215,6 +207,14 @@ class Engine:
         self.num_steps += bool(counts)
         return events
 
+    def fail(self, error: Exception) -> list[Event]:
+        """Give up after what no single request caused: all that were admitted end, and no others are."""
+        with self.lock:
+            self.failure = described(error)
+            tickets = [*self.arrived, *self.seated]
+            self.arrived.clear()
+        return [self.leave(ticket, "failed", self.failure) for ticket in tickets]
+
     def take_cancelled(self) -> list[Ticket]:
         with self.lock:
             gone = [ticket for ticket in (*self.arrived, *self.seated) if ticket.cancelled]
@@ -230,35 +230,39 @@ class Engine:
         """One pass over the layers for tickets of one routing. If it fails each is tried alone, from where it stood."""
         tickets, counts = [ticket for ticket, _ in group], [count for _, count in group]
         rows = [ticket.row for ticket in tickets]
-        before = [(row.cache.length, len(row.tokens)) for row in rows]
+        before = [row.cache.length for row in rows]
         try:
             reading = read_next(self.model, rows, counts, tickets[0].request.routing)
-            emitted = draw_next(self.model, reading)
-            noted = [self.look(ticket, reading, number) for number, ticket in enumerate(tickets)]
+            logits = next_logits(self.model, reading)
         except Exception as error:  # whatever it is: one request must not end the others, nor the engine
             return list(self.recover(group, before, error))
-        for ticket, notes in zip(tickets, noted, strict=True):
-            for name, new in notes.items():
-                ticket.notes[name] += new
         self.num_read["prompt"] += sum(
             max(0, min(start + count, row.num_prompt) - start)
-            for row, count, (start, _) in zip(rows, counts, before, strict=True)
+            for row, count, start in zip(rows, counts, before, strict=True)
         )
-        self.num_read["generated"] += len(emitted)
-        return [self.event_of(tickets[each.row], each) for each in emitted]
+        events = [self.draw(ticket, reading, number, logits.get(number)) for number, ticket in enumerate(tickets)]
+        return [event for event in events if event is not None]
 
-    def look(self, ticket: Ticket, reading: Reading, number: int) -> dict[str, list[Any]]:
-        return {name: watch(self.model, reading, number) for name, watch in ticket.request.watches.items()}
-
-    def recover(
-        self, group: Sequence[tuple[Ticket, int]], before: Sequence[tuple[int, int]], error: Exception
-    ) -> Iterator[Event]:
-        for (ticket, count), (length, num_tokens) in zip(group, before, strict=True):
+    def recover(self, group: Sequence[tuple[Ticket, int]], before: Sequence[int], error: Exception) -> Iterator[Event]:
+        for (ticket, count), length in zip(group, before, strict=True):
             ticket.row.cache.crop(length)
-            if len(group) == 1 or len(ticket.row.tokens) != num_tokens:
-                yield self.leave(ticket, "failed", f"{type(error).__name__}: {error}")
+            if len(group) == 1:
+                yield self.leave(ticket, "failed", described(error))
             else:
                 yield from self.advance([(ticket, count)])
+
+    def draw(self, ticket: Ticket, reading: Reading, number: int, logits_V: Tensor | None) -> Event | None:
+        """A new token for one row, if it has logits for one, and what it watches. If that fails, it ends alone."""
+        try:
+            emitted = None if logits_V is None else draw_row(reading, number, logits_V)
+            for name, watch in ticket.request.watches.items():
+                ticket.notes[name] += watch(self.model, reading, number)
+        except Exception as error:  # as above
+            return self.leave(ticket, "failed", described(error))
+        if emitted is None:
+            return None
+        self.num_read["generated"] += 1
+        return self.event_of(ticket, emitted)
 
     def event_of(self, ticket: Ticket, emitted: Emitted) -> Event:
         ended = None if emitted.reason is None else self.leave(ticket, emitted.reason)
@@ -273,52 +277,10 @@ class Engine:
         cache = ticket.row.cache
         ticket.cache_bytes, ticket.num_read, ticket.num_entries = cache.bytes_written, cache.length, cache.num_entries
         ticket.row.cache = Cache(self.model.config)  # the old one's memory is free
-        with self.lock:
-            self.num_admitted -= 1
-            self.num_reserved -= ticket.reserved
+        self.release(1, ticket.reserved)
         self.endings[ending] += 1
         return Event(ticket, None, "", ending, ticket.take_notes(), error)
 
 
-def next_counts(unread: Sequence[int], limits: Limits, rested: int) -> tuple[list[int], int]:
-    """How many tokens each row reads, and how many steps ago the last long one then is. Rows that generate read one.
-    Prompts share the pieces of the steps since, if these are many; if not, those that have little left share one piece
-    and the others wait. Where more wait than generate nobody is spared.
-
-    >>> next_counts([1, 1, 100, 9], Limits(prompt_piece=31), rested=0)
-    ([1, 1, 22, 9], 1)
-    >>> next_counts([1, 1, 300, 9], Limits(prompt_piece=31), rested=0)
-    ([1, 1, 0, 9], 1)
-    >>> next_counts([1, 1, 300, 9], Limits(prompt_piece=31), rested=40)
-    ([1, 1, 300, 9], 0)
-    """
-    prompts = [number for number, count in enumerate(unread) if count > 1]
-    num_generating = len(unread) - len(prompts)
-    piece = limits.piece(num_generating)
-    crowd = len(prompts) > num_generating
-    if crowd:
-        budget = limits.prompt_alone
-    elif rested >= STEPS_BETWEEN:
-        budget = min(limits.prompt_alone, rested * piece)
-    else:
-        budget = piece
-        prompts = [number for number in prompts if unread[number] <= SHORT * piece]
-    shares = share_out([unread[number] for number in prompts], budget)
-    counts = [int(count == 1) for count in unread]
-    for number, share in zip(prompts, shares, strict=True):
-        counts[number] = share
-    is_long = not crowd and sum(shares) > piece
-    return counts, 0 if is_long else rested + 1
-
-
-def share_out(wanted: Sequence[int], budget: int) -> list[int]:
-    """Equal parts of a budget, to nobody more than wanted or less than one: what some leave the others get.
-
-    >>> share_out([100, 3, 100], 43), share_out([5, 5, 5], 2)
-    ([20, 3, 20], [1, 1, 1])
-    """
-    shares = [0] * len(wanted)
-    for place, number in enumerate(sorted(range(len(wanted)), key=lambda number: wanted[number])):
-        shares[number] = max(1, min(wanted[number], budget // (len(wanted) - place)))
-        budget = max(0, budget - shares[number])
-    return shares
+def described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from modepth.serve.answers import FieldError
-from modepth.serve.engine import BusyError
+from modepth.serve.engine import BusyError, StoppedError
 from modepth.serve.protocol import ErrorAnswer
 from modepth.validation import shown
 
@@ -53,7 +53,7 @@ def add_error_handlers(app: FastAPI) -> None:
     async def answer(request: Request, error: Exception) -> JSONResponse:
         return refusal_of(error).response()
 
-    for kind in (Refused, RequestValidationError, HTTPException, BusyError, FieldError, Exception):
+    for kind in (Refused, RequestValidationError, HTTPException, BusyError, StoppedError, FieldError, Exception):
         app.add_exception_handler(kind, answer)
 
 
@@ -63,13 +63,19 @@ def refusal_of(error: Exception) -> Refused:
         return error
     if isinstance(error, RequestValidationError):
         return invalid(error.errors())
-    if isinstance(error, BusyError):
-        return Refused(429, str(error), code="busy", headers=RETRY_AFTER)
+    if isinstance(error, BusyError | StoppedError):
+        return not_admitted(error)
     if isinstance(error, FieldError):
         return Refused(400, str(error), field=error.field)
     if isinstance(error, HTTPException):
         return Refused(error.status_code, str(error.detail), headers=error.headers)
     return Refused(500, f"the server failed ({type(error).__name__})")
+
+
+def not_admitted(error: BusyError | StoppedError) -> Refused:
+    if isinstance(error, StoppedError):
+        return Refused(503, str(error), code="engine_stopped")
+    return Refused(429, str(error), code="busy", headers=RETRY_AFTER)
 
 
 def invalid(errors: Sequence[Any]) -> Refused:
@@ -154,10 +160,11 @@ class KeyCheck:
 def key_in(header: bytes) -> bytes:
     """The key of a client's header, or of a browser's, which asks its user for a name and a password."""
     kind, _, value = header.partition(b" ")
-    if kind == b"Basic":
+    kind = kind.lower()  # a scheme is one in any case (RFC 9110, 11.1)
+    if kind == b"basic":
         with suppress(ValueError):
             return base64.b64decode(value, validate=True).partition(b":")[2]
-    return value if kind == b"Bearer" else b""
+    return value if kind == b"bearer" else b""
 
 
 def compact(value: object) -> str:

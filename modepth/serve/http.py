@@ -22,11 +22,20 @@ from fastapi.responses import HTMLResponse, PlainTextResponse
 from modepth import flops
 from modepth.page import live_page
 from modepth.serve import metrics
-from modepth.serve.answers import Envelope, chat_choice, chat_requests, completion_requests, text_choice
+from modepth.serve.answers import (
+    Envelope,
+    chat_choice,
+    chat_requests,
+    check_count,
+    completion_requests,
+    prompts_of,
+    text_choice,
+)
 from modepth.serve.calls import Call
 from modepth.serve.depth import depth_answer, depth_request
-from modepth.serve.engine import Engine, Limits
+from modepth.serve.engine import Engine
 from modepth.serve.guards import RETRY_AFTER, BodyLimit, KeyCheck, Refused, add_error_handlers
+from modepth.serve.limits import Limits
 from modepth.serve.pace import with_measured_piece
 from modepth.serve.protocol import (
     ChatBody,
@@ -51,7 +60,7 @@ ERRORS: Errors = {
     404: {"model": ErrorAnswer, "description": "No such model"},
     413: {"model": ErrorAnswer, "description": "The body is too long"},
     429: {"model": ErrorAnswer, "description": "No room now: try again after Retry-After seconds"},
-    503: {"model": ErrorAnswer, "description": "The model is being loaded"},
+    503: {"model": ErrorAnswer, "description": "The model is being loaded, or its engine has stopped"},
 }
 STREAMED: Errors = {200: {"content": {"text/event-stream": {}}, "description": "The answer; with `stream`, in events"}}
 
@@ -105,6 +114,7 @@ class Server:
         """What answers a call for `model`, which is a name and never a path."""
         if self.running is None:
             raise Refused(503, "the model is being loaded", code="loading", headers=RETRY_AFTER)
+        self.running[1].engine.check_going()
         name = self.running[0].name
         if model is not None and model != name:
             message = f"model: {model[:100]!r} is not served, {name!r} is"
@@ -161,7 +171,7 @@ def add_models(app: FastAPI, server: Server) -> None:
         served, _ = server.ready()
         return {"object": "list", "data": [card_of(served)]}
 
-    @app.get("/v1/models/{model}", responses=errors(401, 404, 503))
+    @app.get("/v1/models/{model:path}", responses=errors(401, 404, 503))
     async def one_model(model: str) -> ModelCard:
         served, _ = server.ready(model)
         return card_of(served)
@@ -179,6 +189,7 @@ def add_completions(app: FastAPI, server: Server) -> None:
     @app.post("/v1/completions", response_model=Completion, responses={**ERRORS, **STREAMED})
     async def completions(body: CompletionBody, http: HttpRequest) -> Any:
         served, worker = server.ready(body.model)
+        check_count(worker.engine, body, len(prompts_of(body)))
         requests = await run_in_threadpool(completion_requests, body, served)
         call = Call(worker, served, requests, field="prompt", n=body.n, echo=body.echo)
         envelope = Envelope("cmpl", "text_completion", served.name)
@@ -189,6 +200,7 @@ def add_completions(app: FastAPI, server: Server) -> None:
     @app.post("/v1/chat/completions", response_model=Completion, responses={**ERRORS, **STREAMED})
     async def chat(body: ChatBody, http: HttpRequest) -> Any:
         served, worker = server.ready(body.model)
+        check_count(worker.engine, body)
         requests = await run_in_threadpool(chat_requests, body, served)
         call = Call(worker, served, requests, field="messages", n=body.n)
         envelope = Envelope("chatcmpl", "chat.completion", served.name)

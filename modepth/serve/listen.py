@@ -34,6 +34,7 @@ def serve(
     listener: socket.socket,
     drain: int,
     on_ready: Callable[[Served], None] = lambda served: None,
+    on_listening: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Serve until a signal; then let calls go on for at most `drain` seconds. What was done, in numbers."""
     # The engine lets go of the interpreter at every product, and would wait 5 ms to have it back from the other thread.
@@ -46,9 +47,11 @@ def serve(
         listening.should_exit = True
 
     server.on_ready, server.on_failure = on_ready, give_up
-    # uvicorn raises the signal again once it has ended: by then there is nothing left to do.
-    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    # For a signal that comes before uvicorn looks out for it. It raises that which ended it again, when nothing is left
+    # to do.
+    before = signal.signal(signal.SIGTERM, lambda *_: give_up())
     try:
+        on_listening()
         listening.run(sockets=[listener])
     finally:
         signal.signal(signal.SIGTERM, before)

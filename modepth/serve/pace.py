@@ -7,7 +7,7 @@ from dataclasses import replace
 from modepth.cache import Cache
 from modepth.generation import inference
 from modepth.model import Transformer
-from modepth.serve.engine import LONGER, Limits
+from modepth.serve.limits import LONGER, Limits
 
 ROUNDS, ROWS, PROMPT = 5, 8, 33
 LEAST = 1e-6  # seconds: no prompt costs nothing

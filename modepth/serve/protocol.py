@@ -1,24 +1,49 @@
 """The bodies of requests, as OpenAI's clients send them, and of answers.
 
-Values are not converted: "7" is no number. Fields that are not known are refused, since a client that sends one
-expects it to do something; of OpenAI's that are not supported only the values that change nothing are taken.
+Values are not converted: "7" is no number; null stands for a field that is not there. Fields that are not known are
+refused, since a client that sends one expects it to do something; of OpenAI's that are not supported only the values
+that change nothing are taken.
 """
 
 from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from typing_extensions import TypedDict
 
 from modepth.depth import Cost
 from modepth.depth import Depth as TextDepth
 
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+DEFAULT_CHAT_TOKENS = 1024
+
 Text = Annotated[str, Field(min_length=1)]
+StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
-Tokens = Annotated[list[Token], Field(min_length=1)]
+# Lists end at the first thing that is wrong: a megabyte of wrong items would be as many errors, and seconds for all.
+Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
+Texts = Annotated[list[Text], Field(min_length=1, fail_fast=True)]
+
+
+def say_nullable(schema: dict[str, Any]) -> None:
+    """Let the published schema of a body say that null stands for an absent field."""
+    for name, field in schema["properties"].items():
+        choices = field.get("anyOf", [field])
+        if name not in schema.get("required", []) and {"type": "null"} not in choices and field.get("type") != "null":
+            told = {key: field.pop(key) for key in ("title", "default", "description") if key in field}
+            schema["properties"][name] = {"anyOf": [*field.get("anyOf", [field]), {"type": "null"}], **told}
 
 
 class StrictBody(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, json_schema_extra=say_nullable)
+
+    @model_validator(mode="before")
+    @classmethod
+    def without_nulls(cls, body: Any) -> Any:
+        """OpenAI's clients send null for what they do not set."""
+        if not isinstance(body, dict):
+            return body
+        optional = {name for name, field in cls.model_fields.items() if not field.is_required()}
+        return {name: value for name, value in body.items() if value is not None or name not in optional}
 
 
 class StreamOptions(StrictBody):
@@ -32,13 +57,13 @@ class Sampled(StrictBody):
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
     n: int = Field(1, ge=1, le=128)
-    stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=16, fail_fast=True)] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, description="ignored")
-    frequency_penalty: Literal[0] | None = Field(None, description="not supported")
-    presence_penalty: Literal[0] | None = Field(None, description="not supported")
+    frequency_penalty: float | None = Field(None, ge=0, le=0, description="not supported")
+    presence_penalty: float | None = Field(None, ge=0, le=0, description="not supported")
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = Field(None, description="not supported")
     depth: bool = Field(False, description="also tell which layers computed each token, and the share of FLOPs")
     capacity: float | None = Field(None, gt=0, le=1, description="a setting of the dial, as /v1/models lists them")
@@ -50,22 +75,38 @@ class Sampled(StrictBody):
 
 
 class CompletionBody(Sampled):
-    prompt: Text | Tokens | Annotated[list[Text], Field(min_length=1)] | Annotated[list[Tokens], Field(min_length=1)]
-    max_tokens: int | None = Field(None, ge=1, le=2**31, description="16 if not given")
+    prompt: Text | Tokens | Texts | Annotated[list[Tokens], Field(min_length=1, fail_fast=True)]
+    max_tokens: int | None = Field(None, ge=1, le=2**31, description=f"{DEFAULT_MAX_TOKENS} if not given")
     logprobs: int | None = Field(None, ge=0, le=5)
     echo: bool = False
-    best_of: Literal[1] | None = Field(None, description="not supported")
+    best_of: int | None = Field(None, ge=1, le=1, description="not supported")
     suffix: None = Field(None, description="not supported")
+
+
+class TextPart(StrictBody):
+    type: Literal["text"]
+    text: str
 
 
 class Message(StrictBody):
     role: Literal["system", "user", "assistant"]
-    content: str
+    content: str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True)] = Field(
+        description="parts are joined by line breaks"
+    )
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
 
 
 class ChatBody(Sampled):
-    messages: Annotated[list[Message], Field(min_length=1)]
-    max_tokens: int | None = Field(None, ge=1, le=2**31, description="what the context leaves, if not given")
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    max_tokens: int | None = Field(
+        None,
+        ge=1,
+        le=2**31,
+        description=f"if not given {DEFAULT_CHAT_TOKENS}, or what the context leaves, whichever is less",
+    )
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31, description="the newer name of max_tokens")
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)

@@ -1,12 +1,15 @@
 """The engine in a thread of its own, and the way from there to asyncio: a mailbox for each call."""
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 
 from modepth.serve.engine import Engine, Event, Request
 from modepth.serve.metrics import Latencies
+
+LOG = logging.getLogger(__name__)
 
 
 class Mailbox:
@@ -45,6 +48,13 @@ class Worker:
         self.thread.start()
 
     def run(self) -> None:
+        try:
+            self.step_while_busy()
+        except Exception as error:  # nobody else would see it: those who wait would wait for ever
+            LOG.critical("the engine has stopped, and all requests with it", exc_info=error)
+            self.deliver(self.engine.fail(error))
+
+    def step_while_busy(self) -> None:
         while not self.stopping:
             if not self.engine.busy:
                 self.wake.wait()
