@@ -182,7 +182,7 @@ def add_models(app: FastAPI, server: Server) -> None:
         request = await run_in_threadpool(depth_request, body, served)
         call = Call(worker, served, [request], field="text")
         await call.wait(http)
-        return depth_answer(body, call.told[0])
+        return await run_in_threadpool(depth_answer, body, call.told[0])  # a long text takes a while to spell
 
 
 def add_completions(app: FastAPI, server: Server) -> None:
