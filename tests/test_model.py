@@ -290,7 +290,9 @@ def test_compiled_training_is_one_graph_and_equals_eager(selection):
     assert torch.equal(eager.routings[0].index_BK, fast.routings[0].index_BK)
     torch.testing.assert_close(fast.loss, eager.loss, rtol=1e-5, atol=1e-5)
     for name, gradient in gradients(model).items():
-        torch.testing.assert_close(gradients(compiled_model)[name], gradient, rtol=1e-4, atol=1e-5, msg=name)
+        # By the largest of a tensor: each sums many terms, in another order, and eager itself is 1e-5 from float64.
+        limit = 5e-5 * gradient.abs().max().item()
+        torch.testing.assert_close(gradients(compiled_model)[name], gradient, rtol=0, atol=limit, msg=name)
 
 
 @pytest.mark.law
