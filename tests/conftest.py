@@ -52,6 +52,25 @@ def shipped():
     return open_served(None)
 
 
+@pytest.fixture(scope="module")
+def served():
+    """A tiny model to be served."""
+    from tests.serving import tiny_served  # noqa: PLC0415 - needs an extra
+
+    return tiny_served()
+
+
+@pytest.fixture(scope="module")
+def client(served):
+    """Of a server of that model, which is left as it was found."""
+    from tests.serving import engine_of, serving  # noqa: PLC0415
+
+    with serving(lambda: served) as client:
+        yield client
+        assert engine_of(client).cache_bytes == 0
+        assert engine_of(client).num_admitted == 0
+
+
 def pytest_terminal_summary(terminalreporter):
     """What tests have to say of themselves, `record_property("summary", ...)`: processes of xdist cannot print."""
     reports = [each for kind in ("passed", "failed") for each in terminalreporter.stats.get(kind, [])]

@@ -9,20 +9,7 @@ import torch
 from modepth.flops import cache_bytes, dense
 from modepth.serve.answers import chat_requests
 from modepth.serve.protocol import ChatBody
-from tests.serving import LONGEST, alone, complete, engine_of, serving, tiny_served
-
-
-@pytest.fixture(scope="module")
-def served():
-    return tiny_served()
-
-
-@pytest.fixture(scope="module")
-def client(served):
-    with serving(lambda: served) as client:
-        yield client
-        assert engine_of(client).cache_bytes == 0
-        assert engine_of(client).num_admitted == 0
+from tests.serving import LONGEST, alone, complete, serving
 
 
 @pytest.fixture(scope="module")

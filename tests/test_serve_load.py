@@ -24,19 +24,6 @@ from tests.serving import (
 )
 
 
-@pytest.fixture(scope="module")
-def served():
-    return tiny_served()
-
-
-@pytest.fixture(scope="module")
-def client(served):
-    with serving(lambda: served) as client:
-        yield client
-        assert engine_of(client).cache_bytes == 0
-        assert engine_of(client).num_admitted == 0
-
-
 @pytest.mark.parametrize("stream", [True, False])
 def test_after_a_client_has_left_at_most_one_more_token_is_drawn(client, monkeypatch, stream):
     engine, counts = engine_of(client), {}

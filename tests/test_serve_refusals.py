@@ -14,20 +14,6 @@ from modepth.tokenizer import ByteTokenizer, as_library
 from tests.oracles import tiny_model
 from tests.serving import LONGEST, alone, complete, engine_of, refused, serving, tiny_served
 
-
-@pytest.fixture(scope="module")
-def served():
-    return tiny_served()
-
-
-@pytest.fixture(scope="module")
-def client(served):
-    with serving(lambda: served) as client:
-        yield client
-        assert engine_of(client).cache_bytes == 0
-        assert engine_of(client).num_admitted == 0
-
-
 JSON = {"Content-Type": "application/json"}
 
 
