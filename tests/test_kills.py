@@ -104,8 +104,9 @@ def test_a_run_killed_at_twenty_random_moments_ends_in_the_same_bytes(tmp_path):
 @pytest.mark.long
 def test_a_command_killed_at_twenty_random_moments_ends_in_the_same_bytes(tmp_path):
     make_data(tmp_path)
-    arguments = ("-m", "tests.train_process", tmp_path / "run", tmp_path, json.dumps(EVERY_STEP))
-    train_through(tmp_path / "whole", tmp_path, EVERY_STEP)
+    many = {**EVERY_STEP, "steps": 600}  # a fast machine does dozens in the seconds that a slow one starts in
+    arguments = ("-m", "tests.train_process", tmp_path / "run", tmp_path, json.dumps(many))
+    train_through(tmp_path / "whole", tmp_path, many)
     kill_at_random(lambda: command(*arguments), tmp_path / "run", 20, 5.0)
     with command(*arguments) as last:
         output, _ = last.communicate(timeout=90)
