@@ -21,6 +21,7 @@ class Costs:
     router, predictor   of a token, in each routed layer
     logits              of a token, in the projection to the vocabulary
     parameters          their number, tied ones once
+    muon                of an update by Muon, in the layers' matrices
     """
 
     attention: tuple[int, ...]
@@ -30,6 +31,7 @@ class Costs:
     predictor: int
     logits: int
     parameters: int
+    muon: int = 0  # not counted in runs of an earlier version
 
     def __post_init__(self) -> None:
         for each in fields(self):

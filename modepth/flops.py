@@ -3,7 +3,7 @@
 A multiply-add counts 2. Counted are the matrix products: projections, attention scores and values,
 feed-forward, router, predictor, logits; not norms, rotations, gathers. A routed layer and an expert are
 counted at their capacity, since that, not the outcome of routing, fixes their cost. Numbers are for one
-sequence.
+sequence, but for those of an update, which no batch changes.
 
 `half_causal` counts only the lower triangle of attention, what a perfect causal kernel would do;
 published figures differ in this, so both are offered.
@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeVar
 
 from modepth.adopted import AdoptedConfig, AnyConfig, Costs
 from modepth.config import ExpertsConfig, ModelConfig, RoutingConfig
+from modepth.muon import ROUNDS
 from modepth.routing import num_routed
 from modepth.validation import check_count
 
@@ -79,6 +80,10 @@ def costs_of(config: AnyConfig) -> Costs:
         for layer in config.expert_layers
         if config.experts is not None
     )
+    projections = 2 * muon_flops(dim, dim) + 2 * muon_flops(dim, kv_dim)
+    num_mlps = config.num_layers + sum(
+        config.experts.num_experts - 1 for _ in config.expert_layers if config.experts is not None
+    )
     return Costs(
         attention=(2 * attention,) * config.num_layers,
         mlp=(2 * mlp,) * config.num_layers,
@@ -87,6 +92,7 @@ def costs_of(config: AnyConfig) -> Costs:
         predictor=2 * (dim + 1) * width,
         logits=2 * dim * config.vocab_size,
         parameters=embeddings + config.num_layers * (attention + mlp) + experts + routers + norms,
+        muon=config.num_layers * projections + num_mlps * 3 * muon_flops(dim, config.mlp_width),
     )
 
 
@@ -172,6 +178,21 @@ def training_flops(config: AnyConfig, length: int, *, logits: bool = True, half_
     """
     not_passed_on = len(config.routed_layers) * length * costs_of(config).router * predictor_width(config)
     return 3 * forward_flops(config, length, logits=logits, half_causal=half_causal) - not_passed_on
+
+
+def muon_flops(rows: int, columns: int) -> int:
+    """FLOPs of Muon's update of one matrix: each round a square, the square of that, and its product with the matrix.
+
+    >>> muon_flops(64, 176) == muon_flops(176, 64) == 5 * (2 * 2 * 64 * 64 * 176 + 2 * 64 * 64 * 64)
+    True
+    """
+    small, large = sorted((rows, columns))
+    return ROUNDS * (4 * small**2 * large + 2 * small**3)
+
+
+def update_flops(config: AnyConfig, optimizer: str) -> int:
+    """FLOPs of one update, whatever the batch; AdamW multiplies no matrices."""
+    return costs_of(config).muon if optimizer == "muon" else 0
 
 
 def num_parameters(config: AnyConfig) -> int:

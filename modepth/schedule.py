@@ -31,9 +31,10 @@ def num_steps(config: TrainConfig, model: AnyConfig) -> int:
     return steps
 
 
-def step_flops(config: TrainConfig, model: AnyConfig) -> int:
-    """Training FLOPs of one step at the model's own capacity, causal attention counted half."""
-    return config.batch_size * flops.training_flops(model, window_length(config, model), half_causal=True)
+def step_flops(config: TrainConfig, model: AnyConfig, *, half_causal: bool = True) -> int:
+    """Training FLOPs of one step at the model's own capacity, the optimiser's among them."""
+    passes = config.batch_size * flops.training_flops(model, window_length(config, model), half_causal=half_causal)
+    return passes + flops.update_flops(model, config.optimizer)
 
 
 def learning_rate_at(step: int, steps: int, config: TrainConfig) -> float:

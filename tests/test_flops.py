@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from modepth import ModelConfig, RoutingConfig, Transformer, flops, num_routed
+from modepth import ExpertsConfig, ModelConfig, RoutingConfig, Transformer, flops, num_routed
 from modepth.cli import main
+from modepth.config import TrainConfig
+from modepth.train import make_optimizer
 from tests.oracles import PARTS, SELECTIONS, tiny_config
 
 aten = torch.ops.aten
@@ -53,6 +55,23 @@ def test_flops_equal_an_independent_count_within_one_percent(selection, part):
 @pytest.mark.parametrize("routing", [None, RoutingConfig(capacity=0.125), RoutingConfig(capacity=0.5, predictor=64)])
 def test_flops_of_a_larger_model_equal_an_independent_count(routing):
     check_count(ModelConfig(vocab_size=512, num_layers=6, dim=128, num_heads=4, routing=routing), length=256)
+
+
+@pytest.mark.law
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_kv_heads": 1}, {"routing": RoutingConfig(capacity=0.5, predictor=23)}, {"experts": ExpertsConfig()}],
+)
+def test_flops_of_an_update_by_muon_equal_an_independent_count(options):
+    config = ModelConfig(vocab_size=101, num_layers=4, dim=24, num_heads=2, **options)
+    model = Transformer(config)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for name in ("adamw", "muon"):
+        optimizer = make_optimizer(model, TrainConfig(steps=1, optimizer=name))
+        with FlopCounterMode(display=False) as update:
+            optimizer.step()
+        assert flops.update_flops(config, name) == update.get_total_flops()
 
 
 def check_count(config, length):

@@ -71,6 +71,7 @@ def test_it_costs_what_the_native_decoder_costs(part: str) -> None:
     routing = RoutingConfig(capacity=0.3, part=part, predictor=6)
     ours, theirs = native(routing).config, adopted(routing).config
     assert flops.num_parameters(theirs) == flops.num_parameters(ours)
+    assert flops.update_flops(theirs, "muon") == flops.update_flops(ours, "muon") > 0
     for length in (1, 24, 64):
         assert flops.layer_flops(theirs, length) == flops.layer_flops(ours, length)
         assert flops.training_flops(theirs, length, half_causal=True) == flops.training_flops(

@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "decoder_layer": {"blocks", "config", "experts", "fused", "routing"},
     "cross_entropy": set(),
     "losses": {"config", "experts", "routing"},
-    "flops": {"adopted", "config", "routing", "validation"},
+    "flops": {"adopted", "config", "muon", "routing", "validation"},
     "layer": {"config", "routing", "validation"},
     "cache": {"config", "flops", "routing", "validation"},
     "model": {
@@ -126,6 +126,7 @@ MAY_IMPORT = {
         "adopted",
         "config",
         "cross_entropy",
+        "flops",
         "hf.classes",
         "hf.convert",
         "hf.model",

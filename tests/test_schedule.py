@@ -35,6 +35,7 @@ def test_the_length_of_a_run_in_steps_tokens_or_flops():
     one = 3 * flops.training_flops(model, 20, half_causal=True)
     assert steps * one <= 1e10 < (steps + 1) * one
     assert step_flops(config, model) == one
+    assert step_flops(replace(config, optimizer="muon"), model) == one + flops.update_flops(model, "muon") > one
 
 
 def test_the_flops_of_a_run_are_those_of_its_steps_each_at_its_own_capacity():

@@ -10,10 +10,12 @@ from transformers import PreTrainedModel
 from modepth.adopted import AdoptedConfig, Costs
 from modepth.config import Mode, RoutingConfig
 from modepth.cross_entropy import loss_of_logits
+from modepth.flops import muon_flops
 from modepth.hf.classes import base_of, model_class
 from modepth.hf.convert import layer_flops
 from modepth.hf.model import (
     PREFIX,
+    ROUTER,
     RoutedModel,
     decoder_layers,
     plain,
@@ -103,6 +105,8 @@ def adopted_config(model: PreTrainedModel) -> AdoptedConfig:
     parts = [layer_flops(layer, model.config) for layer in layers]
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     predictor = 0 if routing is None else routing.predictor or 0
+    named = [each for layer in layers for each in layer.named_parameters()]
+    matrices = [weight for name, weight in named if weight.ndim == 2 and not name.startswith(ROUTER)]
     return AdoptedConfig(
         vocab_size=text.vocab_size,
         max_length=text.max_position_embeddings,
@@ -114,6 +118,7 @@ def adopted_config(model: PreTrainedModel) -> AdoptedConfig:
             predictor=2 * (text.hidden_size + 1) * predictor,
             logits=2 * head.numel(),
             parameters=sum(weight.numel() for weight in model.parameters()),
+            muon=sum(muon_flops(*weight.shape) for weight in matrices),
         ),
         transformers=own,
         routing=routing,

@@ -20,7 +20,7 @@ from modepth import flops
 from modepth.config import ModelConfig, RoutingConfig, TrainConfig, build, model_config_to_dict
 from modepth.data import SPLITS, open_tokens
 from modepth.flags import laid_over
-from modepth.schedule import flops_until, num_steps, window_length
+from modepth.schedule import flops_until, num_steps, step_flops, window_length
 from modepth.sweep.config import Arm, SweepConfig
 
 WITHOUT_EFFECT = ("eval_every", "save_every", "keep_checkpoints", "log_every")  # on the result of a run
@@ -97,7 +97,6 @@ class PlannedRun:
 
     def facts(self) -> dict[str, Any]:
         """The fields of its row that are known before it starts; `_full` counts all of attention, not the half."""
-        windows = self.steps * self.train.batch_size
         return {
             "id": self.id,
             "arm": self.arm,
@@ -111,7 +110,7 @@ class PlannedRun:
             "flops_per_token": self.flops_per_token,
             "flops_per_token_full": flops.forward_flops(self.model, self.length) / self.length,
             "training_flops": self.training_flops,
-            "training_flops_full": windows * flops.training_flops(self.model, self.length),
+            "training_flops_full": self.steps * step_flops(self.train, self.model, half_causal=False),
             "steps": self.steps,
             "tokens": self.tokens,
             "epochs": self.epochs,
