@@ -23,6 +23,8 @@ DIALS = st.builds(
     learning_rate=st.floats(1e-5, 1e-1),
     at_width=st.integers(1, 500),
     power=st.floats(0, 2),
+    at_budget=st.floats(1e10, 1e20),
+    budget_power=st.floats(0, 1),
 )
 ROUTINGS = st.one_of(
     st.none(),
@@ -48,7 +50,9 @@ def test_the_dial_sets_width_heads_and_learning_rate_by_its_rule(dial, depth):
     assert width >= dial.head_dim
     assert abs(width - depth * dial.width_per_layer) <= max(dial.head_dim / 2, dial.head_dim - depth)
     assert dial.heads(depth) * dial.head_dim == width
-    assert dial.rate(depth) == pytest.approx(dial.learning_rate * (dial.at_width / width) ** dial.power)
+    rate = dial.learning_rate * (dial.at_width / width) ** dial.power
+    assert dial.rate(depth, dial.at_budget) == pytest.approx(rate)
+    assert dial.rate(depth, 8 * dial.at_budget) == pytest.approx(rate / 8**dial.budget_power)
 
 
 @given(DIALS, st.integers(1, 4), st.integers(1, 40))

@@ -36,11 +36,11 @@ class Dial:
 
     width          depth * width_per_layer, to the nearest multiple of head_dim, or of 2 * num_heads if that is given
     heads          width / head_dim, or num_heads
-    learning rate  learning_rate * (at_width / width) ** power
+    learning rate  learning_rate * (at_width / width) ** power * (at_budget / budget) ** budget_power
 
-    >>> dial = Dial(width_per_layer=24, head_dim=32, learning_rate=1e-3, at_width=64, power=0.5)
-    >>> dial.width(4), dial.heads(4), dial.rate(11)
-    (96, 3, 0.0005)
+    >>> dial = Dial(width_per_layer=24, head_dim=32, learning_rate=1e-3, at_width=64, at_budget=1e13, budget_power=0.5)
+    >>> dial.width(4), dial.heads(4), dial.rate(11, budget=1e13), dial.rate(11, budget=4e13)
+    (96, 3, 0.0005, 0.00025)
     """
 
     width_per_layer: float = 32.0
@@ -49,14 +49,17 @@ class Dial:
     learning_rate: float = 3e-3
     at_width: int = 128
     power: float = 0.5
+    at_budget: float = 1e13
+    budget_power: float = 0.0
 
     def __post_init__(self) -> None:
         check_count("head_dim", self.head_dim, low=2)
         if self.num_heads is not None:
             check_count("num_heads", self.num_heads, low=1)
         check_count("at_width", self.at_width, low=1)
-        for name in ("width_per_layer", "learning_rate", "power"):
+        for name in ("width_per_layer", "learning_rate", "power", "budget_power"):
             check_number(name, getattr(self, name), low=0.0)
+        check_number("at_budget", self.at_budget, low=1.0)
 
     def width(self, depth: int) -> int:
         unit = self.head_dim if self.num_heads is None else 2 * self.num_heads  # rotations are of pairs
@@ -65,8 +68,9 @@ class Dial:
     def heads(self, depth: int) -> int:
         return self.width(depth) // self.head_dim if self.num_heads is None else self.num_heads
 
-    def rate(self, depth: int) -> float:
-        return float(self.learning_rate * (self.at_width / self.width(depth)) ** self.power)
+    def rate(self, depth: int, budget: float) -> float:
+        by_width = (self.at_width / self.width(depth)) ** self.power
+        return float(self.learning_rate * by_width * (self.at_budget / budget) ** self.budget_power)
 
 
 @dataclass(frozen=True, kw_only=True)

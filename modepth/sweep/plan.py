@@ -151,7 +151,7 @@ def plan_run(config: SweepConfig, data: DataFacts, name: str, budget: float, dep
         {
             **laid_over(dict(config.train), dict(arm.train)),
             "target_flops": budget,
-            "learning_rate": config.dial.rate(depth) * arm.learning_rate_factor,
+            "learning_rate": config.dial.rate(depth, budget) * arm.learning_rate_factor,
             "seed": seed,
         },
         where="train.",
