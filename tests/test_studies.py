@@ -1,9 +1,11 @@
 """The studies in benchmarks/: their plans hold, and what they say about trained routers is what a slow loop finds."""
 
+import argparse
 import json
 import runpy
 import shutil
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -79,3 +81,42 @@ def test_a_dense_run_has_no_routing_to_look_at_and_is_refused(tmp_path, analysis
     with pytest.raises(SystemExit):
         analysis(tmp_path, tmp_path / "dense")
     assert "dense is a dense model: it routes no token" in capsys.readouterr().err
+
+
+# -- what a layer is worth
+
+
+@pytest.fixture(scope="module")
+def worth():
+    return runpy.run_path(str(ROOT / "benchmarks" / "worth.py"))
+
+
+def test_worth_compares_the_model_without_the_layers_with_the_dense_one_and_routed_ones_between(worth):
+    options = argparse.Namespace(layers=5, dim=48)
+    none, some, random, whole = (
+        worth["model_of"](options, capacity, selection, 512)
+        for capacity, selection in ((0.0, "topk"), (0.25, "topk"), (0.25, "random"), (1.0, "topk"))
+    )
+    assert [(each.num_layers, each.routed_layers) for each in (none, some, random, whole)] == [
+        (3, ()),
+        (5, (1, 3)),
+        (5, (1, 3)),
+        (5, ()),
+    ]
+    assert replace(some, routing=None) == replace(random, routing=None) == whole == replace(none, num_layers=5)
+    assert (some.routing.selection, random.routing.selection) == ("topk", "random")
+
+
+def test_shares_of_cost_and_worth_are_the_planted_ones(worth):
+    def row(capacity, selection, cost, loss, seed):
+        return {"capacity": capacity, "selection": selection, "step_flops": cost, "test_loss": loss, "seed": seed}
+
+    rows = [
+        row(*facts, loss + noise, seed)
+        for seed, noise in ((1, -0.01), (2, 0.01))
+        for *facts, loss in ((0.0, "topk", 100, 3.5), (1.0, "topk", 200, 3.0), (0.25, "topk", 120, 3.2))
+    ]
+    rows += [row(0.25, "random", 120, 3.4, 1)]
+    found = worth["shares"](rows)
+    assert found["topk"] == [(0.25, pytest.approx(0.2), pytest.approx(0.6))]
+    assert found["random"] == [(0.25, pytest.approx(0.2), pytest.approx(0.2))]
