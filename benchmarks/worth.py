@@ -56,7 +56,7 @@ def run(options: argparse.Namespace, capacity: float, selection: str, seed: int)
     config = model_of(options, capacity, selection, tokens.vocab_size)
     how = TrainConfig(
         steps=options.steps,
-        batch_size=2,
+        batch_size=options.batch,
         optimizer="muon",
         learning_rate=options.rate,
         warmup=0.02,
@@ -68,7 +68,11 @@ def run(options: argparse.Namespace, capacity: float, selection: str, seed: int)
     )
     torch.manual_seed(seed)
     model = Transformer(config)
-    folder = options.out / "runs" / f"{selection}_{capacity:g}_s{seed}_{options.layers}x{options.dim}_{options.steps}"
+    folder = (
+        options.out
+        / "runs"
+        / f"{selection}_{capacity:g}_s{seed}_{options.layers}x{options.dim}_{options.steps}x{options.batch}"
+    )
     train(model, how, open_data(options.data, config), folder)
     test = open_split(options.data, "test", config)
     measured = evaluate(model, test, length=512, num_windows=TEST, batch_size=4, world=join_world(), mode="causal")
@@ -76,6 +80,7 @@ def run(options: argparse.Namespace, capacity: float, selection: str, seed: int)
         "layers": options.layers,
         "dim": options.dim,
         "steps": options.steps,
+        "batch": options.batch,
         "capacity": capacity,
         "selection": selection,
         "seed": seed,
@@ -127,7 +132,8 @@ def main() -> None:
     parser.add_argument("out", type=Path, metavar="OUT")
     parser.add_argument("--layers", type=int, default=3, help="of the dense model (default: %(default)s)")
     parser.add_argument("--dim", type=int, default=48, help="default: %(default)s")
-    parser.add_argument("--steps", type=int, default=2500, help="default: %(default)s")
+    parser.add_argument("--steps", type=int, default=1000, help="default: %(default)s")
+    parser.add_argument("--batch", type=int, default=8, help="rows of 512 tokens in an update (default: %(default)s)")
     parser.add_argument("--rate", type=float, default=1.4e-2, help="learning rate (default: %(default)s)")
     parser.add_argument("--capacities", type=float, nargs="+", default=[0.125, 0.25, 0.5])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
@@ -136,7 +142,7 @@ def main() -> None:
     path = options.out / "rows.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    same = {"layers": options.layers, "dim": options.dim, "steps": options.steps}
+    same = {name: getattr(options, name) for name in ("layers", "dim", "steps", "batch")}
     rows = [row for row in rows if same.items() <= row.items()]
     done = {(row["capacity"], row["selection"], row["seed"]) for row in rows}
     todo = [each for each in wanted(options) if each not in done]

@@ -201,9 +201,15 @@ def forward(model: ModelConfig, length: int | None) -> int:
 
 
 def nearest_layers(fields: Mapping[str, Any], target: int, length: int | None) -> ModelConfig:
-    """The model whose forward FLOPs are nearest to `target`; of two as near, the one with fewer layers."""
+    """The model whose forward FLOPs are nearest to `target`; of two as near, the one with fewer layers.
+
+    Where every so many layers are routed, in whole periods: each routed layer stands between two that are not.
+    """
     deepest = with_layers(fields, MAX_LAYERS)
-    models = (replace(deepest, num_layers=number) for number in range(fewest_layers(deepest.routing), MAX_LAYERS))
+    routing = deepest.routing
+    period = 1 if routing is None or routing.layers is not None else routing.every
+    numbers = range(fewest_layers(routing), MAX_LAYERS, period)
+    models = (replace(deepest, num_layers=number) for number in numbers)
     best = next(models)
     while forward(best, length) < target:
         deeper = next(models)
