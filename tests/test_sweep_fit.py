@@ -222,6 +222,8 @@ def test_the_baseline_is_the_first_dense_arm_unless_named():
     assert fit_rows(rows).baseline == "plain"
     assert fit_rows(rows, "other").baseline == "other"
     assert fit_rows(rows[:1]).baseline == "mod"
+    experts = {"model": {"routing": None, "experts": {"num_experts": 4}}, "train": {}}
+    assert fit_rows([new_row(arm="experts", config=experts), *rows]).baseline == "plain"
 
 
 # -- what it needs

@@ -139,7 +139,7 @@ def fit_rows(rows: Sequence[Row], baseline: str | None = None) -> Fit:
 
 def baseline_of(rows: Sequence[Row]) -> str:
     """The first arm that is dense, else the first."""
-    return next((row.arm for row in rows if not row.routed), rows[0].arm)
+    return next((row.arm for row in rows if row.dense), rows[0].arm)
 
 
 def arms_of(rows: Iterable[Row]) -> list[str]:

@@ -64,8 +64,10 @@ class Row:
         return self.status == "finished"
 
     @property
-    def routed(self) -> bool:
-        return self.config["model"].get("routing") is not None
+    def dense(self) -> bool:
+        """Neither routed nor of experts."""
+        model = self.config["model"]
+        return model.get("routing") is None and model.get("experts") is None
 
     @property
     def name(self) -> str:
