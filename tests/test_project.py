@@ -224,7 +224,9 @@ MAY_IMPORT = {
         "run_data",
         "sweep.fit",
         "sweep.page",
+        "sweep.plan",
         "sweep.results",
+        "sweep.run",
         "tokenizer",
     },
     "commands.sweep": {
@@ -318,7 +320,7 @@ MAY_IMPORT = {
     # What plans and runs a sweep may: it is handed no model, it makes them.
     "sweep": set(),
     "sweep.config": {"config", "validation"},
-    "sweep.plan": {"config", "data", "flags", "flops", "schedule", "sweep.config"},
+    "sweep.plan": {"config", "data", "flags", "flops", "schedule", "sweep.config", "sweep.results"},
     "sweep.trial": {
         "config",
         "files",

@@ -24,7 +24,7 @@ from modepth.sweep.config import read_sweep
 from modepth.sweep.executors import Local
 from modepth.sweep.plan import plan_runs, read_facts
 from modepth.sweep.results import Results, as_line
-from modepth.sweep.run import logged_flops
+from modepth.sweep.run import config_of, keep_config, logged_flops
 from modepth.train import evaluate
 from tests.documents import blocks, run_commands, smaller, text_of
 from tests.processes import command
@@ -186,6 +186,22 @@ def test_fit_plot_and_report_read_the_rows(done, tmp_path, capsys):
     assert {row.id for row in rows_at(path)} <= set(page.text("th"))
     for each in written[1:]:
         assert each.with_suffix(".svg").exists()
+
+
+def test_a_report_has_the_baseline_and_order_of_the_config_in_whatever_order_runs_ended(done, data, tmp_path):
+    grids = [{"budgets": [1e7], "depths": [2, 3, 4]}, {"budgets": [1e8], "depths": [2]}]  # the last has no row yet
+    path = write_config(tmp_path, data, grids=grids, baseline="mod")
+    (tmp_path / "out").mkdir()
+    rows = sorted(rows_at(done[0]), key=lambda row: (row.arm != "mod", row.depth))
+    (tmp_path / "out" / "results.jsonl").write_text("".join(as_line(row) for row in rows))
+    config = read_sweep(path)
+    keep_config(config, tmp_path / "out")
+    assert config_of(tmp_path / "out") == config
+    assert main(["sweep", "plot", str(path)]) == 0
+    assert main(["report", str(tmp_path / "out"), "--out", str(tmp_path / "page")]) == 0
+    page = (tmp_path / "page" / "sweep.html").read_bytes()
+    assert page == (tmp_path / "out" / "sweep.html").read_bytes()
+    assert b"relative to mod" in page
 
 
 @QUICK

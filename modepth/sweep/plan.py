@@ -10,7 +10,7 @@ grids and arms and keep the results that it has, while a changed learning rate o
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +22,7 @@ from modepth.data import SPLITS, open_tokens
 from modepth.flags import laid_over
 from modepth.schedule import flops_until, num_steps, step_flops, window_length
 from modepth.sweep.config import Arm, SweepConfig
+from modepth.sweep.results import Cell
 
 WITHOUT_EFFECT = ("eval_every", "save_every", "keep_checkpoints", "log_every")  # on the result of a run
 MAX_LAYERS = 10_000
@@ -122,26 +123,29 @@ class PlannedRun:
 
 def plan_runs(config: SweepConfig, data: DataFacts) -> list[PlannedRun]:
     """All runs, each once, arms of one size and seed side by side."""
-    runs: dict[tuple[str, float, int, int], PlannedRun] = {}
-    for name, budget, depth, seed in cells(config):
-        if (name, budget, depth, seed) not in runs:
-            try:
-                run = plan_run(config, data, name, budget, depth, seed)
-            except ValueError as error:
-                raise ValueError(f"arm {name} at depth {depth} and budget {budget:g}: {error}") from error
-            runs[name, budget, depth, seed] = run
+    runs: dict[Cell, PlannedRun] = {}
+    for cell in cells(config):
+        name, budget, depth, seed = cell
+        try:
+            runs[cell] = plan_run(config, data, name, budget, depth, seed)
+        except ValueError as error:
+            raise ValueError(f"arm {name} at depth {depth} and budget {budget:g}: {error}") from error
     if config.repeats == "refuse":
         check_repeats(list(runs.values()), data)
     return list(runs.values())
 
 
-def cells(config: SweepConfig) -> Iterator[tuple[str, float, int, int]]:
-    for grid in config.grids:
-        for budget in grid.budgets:
-            for depth in grid.depths:
-                for seed in grid.seeds:
-                    for name in grid.arms or config.arms:
-                        yield name, float(budget), depth, seed
+def cells(config: SweepConfig) -> list[Cell]:
+    """What the grids ask for, each once."""
+    asked = (
+        (name, float(budget), depth, seed)
+        for grid in config.grids
+        for budget in grid.budgets
+        for depth in grid.depths
+        for seed in grid.seeds
+        for name in grid.arms or config.arms
+    )
+    return list(dict.fromkeys(asked))
 
 
 def plan_run(config: SweepConfig, data: DataFacts, name: str, budget: float, depth: int, seed: int) -> PlannedRun:

@@ -1,6 +1,7 @@
 """Carrying a plan out: so many trials at a time, a row for each as it ends, until none is left.
 
     OUT/results.jsonl   the rows
+    OUT/sweep.json      the config, so that who has the folder knows the order of the arms and the baseline
     OUT/runs/ID/        the folder of each run
 
 A run that has a row is done, failed ones too unless asked to be tried again. One without a row goes on from where its
@@ -11,14 +12,14 @@ others go on. Stopped by a signal, the sweep lets its trials save, and writes no
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from modepth.interruption import Interruption
 from modepth.run import Stopped
 from modepth.run_folder import RunLock
-from modepth.sweep.config import SweepConfig
+from modepth.sweep.config import SweepConfig, read_sweep
 from modepth.sweep.executors import Executor, Job
 from modepth.sweep.plan import PlannedRun
 from modepth.sweep.results import Results, Row
@@ -44,6 +45,16 @@ def results_of(config: SweepConfig) -> Results:
     return Results(Path(config.out) / "results.jsonl")
 
 
+def keep_config(config: SweepConfig, out: Path) -> None:
+    replace_text(out / "sweep.json", json.dumps(asdict(config), indent=1) + "\n")
+
+
+def config_of(out: Path) -> SweepConfig | None:
+    """The config that a sweep's folder was last run with, if that is known."""
+    path = out / "sweep.json"
+    return read_sweep(path) if path.exists() else None
+
+
 def run_folder(config: SweepConfig, run: PlannedRun) -> Path:
     return Path(config.out) / "runs" / run.id
 
@@ -63,6 +74,7 @@ def run_sweep(
     """
     out = prepare_out(config)
     with RunLock(out), Interruption() as interruption:
+        keep_config(config, out)
         ids = {run.id for run in runs}
         results = results_of(config)
         failed = {row.id for row in results.rows() if row.id in ids and not row.finished} if retry else set()
