@@ -335,6 +335,7 @@ MAY_IMPORT = {
     },
     "sweep.executors": {"sweep.trial"},
     "sweep.run": {
+        "files",
         "interruption",
         "run",
         "run_folder",

@@ -24,7 +24,7 @@ from modepth.sweep.config import read_sweep
 from modepth.sweep.executors import Local
 from modepth.sweep.plan import plan_runs, read_facts
 from modepth.sweep.results import Results, as_line
-from modepth.sweep.run import config_of, keep_config, logged_flops
+from modepth.sweep.run import config_of, keep_config, logged_flops, run_sweep
 from modepth.train import evaluate
 from tests.documents import blocks, run_commands, smaller, text_of
 from tests.processes import command
@@ -356,6 +356,34 @@ def test_a_signal_lets_the_trials_save_and_leaves_no_row(data, tmp_path):
     assert rows_at(path) == []
     assert any((folder / "checkpoints").iterdir())
     assert not is_alive(holder(folder))
+
+
+def test_a_trial_killed_before_it_begins_is_not_given_the_reason_of_the_try_before(data, tmp_path):
+    path = write_config(tmp_path, data, grids=[{"budgets": [1e7], "depths": [2]}], arms={"dense": {}})
+    (run,) = planned(path)
+    folder = tmp_path / "out" / "runs" / run.id
+    folder.mkdir(parents=True)
+    (folder / "failure.txt").write_text("diverged: once\n")
+
+    class Killed:
+        def start(self, folder):
+            return self
+
+        def ended(self):
+            return "killed by SIGKILL"
+
+    (row,) = run_sweep(read_sweep(path), [run], Killed())
+    assert row.reason == f"killed by SIGKILL; see {folder / 'output.txt'}"
+
+
+def test_runs_measured_on_other_windows_of_the_test_split_are_not_mixed(done, data, tmp_path, capsys):
+    (tmp_path / "out").symlink_to(done[0].parent / "out")
+    before = contents(tmp_path / "out")
+    grids = [{"budgets": [1e7], "depths": [2, 3, 4]}, {"budgets": [1e8], "depths": [2]}]
+    path = write_config(tmp_path, data, grids=grids, test_windows=None)
+    assert main(["sweep", "run", str(path)]) == 2
+    assert re.search(r"test_windows is None, and .* was measured with 3: .* set it back", capsys.readouterr().err)
+    assert contents(tmp_path / "out") == before
 
 
 def test_two_processes_cannot_run_one_sweep(data, tmp_path, capsys):

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from modepth.files import read_json
 from modepth.interruption import Interruption
 from modepth.run import Stopped
 from modepth.run_folder import RunLock
@@ -43,6 +44,19 @@ class Progress:
 
 def results_of(config: SweepConfig) -> Results:
     return Results(Path(config.out) / "results.jsonl")
+
+
+def check_test_windows(config: SweepConfig, runs: Iterable[PlannedRun]) -> None:
+    """Raise if a run was measured on another part of the test split: its id is the same, and its loss is not."""
+    for run in runs:
+        folder = run_folder(config, run)
+        if (folder / "result.json").exists() and (folder / "trial.json").exists():
+            before = read_json(folder / "trial.json")["test_windows"]
+            if before != config.test_windows:
+                raise ValueError(
+                    f"test_windows is {config.test_windows}, and {folder} was measured with {before}: their test "
+                    "losses cannot be compared; set it back, or name another folder as `out`"
+                )
 
 
 def keep_config(config: SweepConfig, out: Path) -> None:
@@ -74,6 +88,7 @@ def run_sweep(
     """
     out = prepare_out(config)
     with RunLock(out), Interruption() as interruption:
+        check_test_windows(config, runs)
         keep_config(config, out)
         ids = {run.id for run in runs}
         results = results_of(config)
@@ -131,6 +146,7 @@ class Loop:
     def start(self, run: PlannedRun) -> None:
         folder = run_folder(self.config, run)
         folder.mkdir(exist_ok=True)
+        (folder / "failure.txt").unlink(missing_ok=True)  # of the try before: this one may be killed before it begins
         trial = {
             "config": run.facts()["config"],
             "data": str(Path(self.config.data).resolve()),
