@@ -316,7 +316,7 @@ MAY_IMPORT = {
     "report": {"formats", "page", "plots", "runlog", "textfile"},
     "sweep.results": {"textfile"},
     "sweep.fit": {"sweep.results"},
-    "sweep.page": {"formats", "plots", "plots.isoflop", "report", "sweep.fit", "sweep.results"},
+    "sweep.page": {"formats", "plots", "plots.isoflop", "plots.style", "report", "sweep.fit", "sweep.results"},
     # What plans and runs a sweep may: it is handed no model, it makes them.
     "sweep": set(),
     "sweep.config": {"config", "validation"},
