@@ -320,7 +320,7 @@ MAY_IMPORT = {
     # What plans and runs a sweep may: it is handed no model, it makes them.
     "sweep": set(),
     "sweep.config": {"config", "validation"},
-    "sweep.plan": {"config", "data", "flags", "flops", "schedule", "sweep.config", "sweep.results"},
+    "sweep.plan": {"config", "data", "flags", "flops", "schedule", "sweep.config", "sweep.results", "validation"},
     "sweep.trial": {
         "config",
         "files",

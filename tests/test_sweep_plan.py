@@ -204,7 +204,13 @@ def test_the_expected_time_counts_steps_measurements_and_starts():
         # what shows when the runs are made
         ({"arms__mod__model__routing__capacity": 2}, "arm mod at depth 2 and budget 2e.07: model.routing.capacity"),
         ({"train__clip": -1}, "arm dense at depth 2 and budget 2e.07: train.clip must be"),
-        ({"grids": [{"budgets": [100], "depths": [2]}]}, "target_flops is less than one step"),
+        (
+            {"grids": [{"budgets": [100], "depths": [2]}]},
+            r"target_flops is less than one step of 2 windows of 16 tokens needs, \d{3},\d{3}; got 100\.0: raise it",
+        ),
+        ({"model__vocab_size": "many"}, "model.vocab_size must be a whole number >= 1, got 'many'"),
+        ({"dial__power": 1e5, "dial__at_width": 99}, "arm dense at depth 2 .* beyond any float"),
+        ({"dial__width_per_layer": 1e300}, "width or learning rate is beyond any float: lower width_per_layer"),
         ({"model__vocab_size": 100}, "model.vocab_size must be at least the data's 257, got 100"),
         ({"train__length": 32}, "train.length must be at most model.max_length 16, got 32"),
         ({"model__max_length": 30_000}, "the validation split has 20,000 tokens, less than a window of 30000"),

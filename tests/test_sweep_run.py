@@ -411,7 +411,8 @@ def test_checkpoints_need_not_be_kept(data, tmp_path):
         (["plan", "BAD"], "unknown field arm; did you mean 'arms'?"),
         (["fit", "CONFIG"], "none of 0 rows is of a finished run"),
         (["plot", "CONFIG"], "none of 0 rows is of a finished run"),
-        (["run", "NODATA"], "train.tokens: cannot be read"),
+        (["run", "NODATA"], "none: write it with `modepth data prepare SOURCE "),
+        (["fit", "HALFDATA"], "train.tokens: cannot be read"),
         (["run", "OUTFILE"], "cannot be written: Not a directory (name a folder that can, as `out`)"),
     ],
 )
@@ -421,6 +422,7 @@ def test_a_mistake_is_one_line(arguments, message, data, tmp_path, capsys):
         "CONFIG": {"data": str(data), "out": str(tmp_path / "out")},
         "BAD": {"data": str(data), "arm": {}},
         "NODATA": {"data": str(tmp_path / "none")},
+        "HALFDATA": {"data": str(tmp_path)},
         "OUTFILE": {"data": str(data), "out": str(tmp_path / "file" / "out")},
     }.items():
         (tmp_path / name).write_text(yaml.safe_dump(changed(**changes)))

@@ -325,7 +325,7 @@ def log_ticks(low: float, high: float) -> list[float]:
         ticks = [tick for tick in ticks if low <= tick <= high]
         if len(ticks) >= 3:
             break
-    if not ticks:  # so narrow that it is nearly straight
+    if len(ticks) < 2:  # so narrow that it is nearly straight
         places = MaxNLocator(4).tick_values(low, high)
         ticks = [tick for place in places if low <= (tick := float(f"{place:.3g}")) <= high]
-    return ticks[:: math.ceil(len(ticks) / 6)] if ticks else [low]
+    return ticks[:: math.ceil(len(ticks) / 6)] or [low]

@@ -23,6 +23,7 @@ from modepth.flags import laid_over
 from modepth.schedule import flops_until, num_steps, step_flops, window_length
 from modepth.sweep.config import Arm, SweepConfig
 from modepth.sweep.results import Cell
+from modepth.validation import check_count
 
 WITHOUT_EFFECT = ("eval_every", "save_every", "keep_checkpoints", "log_every")  # on the result of a run
 MAX_LAYERS = 10_000
@@ -48,6 +49,10 @@ class DataFacts(NamedTuple):
 
 
 def read_facts(folder: str | Path) -> DataFacts:
+    if not Path(folder).is_dir():
+        raise ValueError(
+            f"data: there is no folder {folder}: write it with `modepth data prepare SOURCE {folder}`, or name another"
+        )
     files = {split: open_tokens(Path(folder) / f"{split}.tokens") for split in SPLITS}
     whole = hashlib.sha256("".join(file.sha256 for file in files.values()).encode()).hexdigest()
     return DataFacts(whole[:16], files["train"].vocab_size, {split: int(file.count) for split, file in files.items()})
@@ -128,8 +133,11 @@ def plan_runs(config: SweepConfig, data: DataFacts) -> list[PlannedRun]:
         name, budget, depth, seed = cell
         try:
             runs[cell] = plan_run(config, data, name, budget, depth, seed)
-        except ValueError as error:
-            raise ValueError(f"arm {name} at depth {depth} and budget {budget:g}: {error}") from error
+        except (ValueError, OverflowError) as error:
+            reason = str(error)
+            if isinstance(error, OverflowError):
+                reason = "width or learning rate is beyond any float: lower width_per_layer and the powers of the dial"
+            raise ValueError(f"arm {name} at depth {depth} and budget {budget:g}: {reason}") from error
     if config.repeats == "refuse":
         check_repeats(list(runs.values()), data)
     return list(runs.values())
@@ -187,6 +195,7 @@ def size_arm(config: SweepConfig, data: DataFacts, arm: Arm, depth: int, length:
     shape = {"dim": config.dial.width(depth), "num_heads": config.dial.heads(depth)}
     shared = {"vocab_size": data.vocab_size, **config.model, **shape}
     own = laid_over(shared, dict(arm.model))
+    check_count("model.vocab_size", own["vocab_size"], low=1)
     if own["vocab_size"] < data.vocab_size:
         raise ValueError(f"model.vocab_size must be at least the data's {data.vocab_size}, got {own['vocab_size']}")
     if arm.size == "depth":
