@@ -64,15 +64,19 @@ def test_a_dial_with_a_number_of_heads_keeps_it_and_widens_them(dial, num_heads,
     assert abs(width - depth * dial.width_per_layer) <= max(num_heads, 2 * num_heads - depth)
 
 
-@given(ROUTINGS, st.integers(1, 9), st.floats(1e8, 1e9), st.sampled_from([None, 9]))
-def test_steps_follow_exactly_from_the_budget(routing, depth, budget, length):
+@given(ROUTINGS, st.integers(1, 9), st.floats(1e8, 1e9), st.sampled_from([None, 9]), st.sampled_from(["adamw", "muon"]))
+def test_steps_follow_exactly_from_the_budget(routing, depth, budget, length, optimizer):
     grids = [{"budgets": [budget], "depths": [depth], "arms": ["mod"]}]
-    (run,) = plan(arms__mod__model__routing=routing, grids=grids, train__length=length, repeats="flag")
-    step = 2 * flops.training_flops(run.model, length or 16, half_causal=True)
+    train = {"train__length": length, "train__optimizer": optimizer}
+    (run,) = plan(arms__mod__model__routing=routing, grids=grids, repeats="flag", **train)
+    update = flops.update_flops(run.model, optimizer)
+    assert (update > 0) == (optimizer == "muon")
+    step = 2 * flops.training_flops(run.model, length or 16, half_causal=True) + update
     facts = run.facts()
     assert facts["steps"] == budget // step
     assert facts["training_flops"] == step * facts["steps"] <= budget
-    assert facts["training_flops_full"] == 2 * facts["steps"] * flops.training_flops(run.model, length or 16)
+    full = 2 * flops.training_flops(run.model, length or 16) + update
+    assert facts["training_flops_full"] == facts["steps"] * full
     assert facts["tokens"] == facts["steps"] * 2 * (length or 16)
     assert facts["flops_per_token"] * (length or 16) == flops.forward_flops(run.model, length or 16, half_causal=True)
     assert facts["flops_per_token_full"] * (length or 16) == flops.forward_flops(run.model, length or 16)

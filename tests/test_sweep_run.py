@@ -465,6 +465,14 @@ def test_rows_of_two_configs_are_not_drawn_together(tmp_path, capsys):
     assert "is a sweep, which has a page of its own: give it alone" in capsys.readouterr().err
 
 
+def test_a_report_of_nothing_says_what_is_missing(tmp_path, capsys):
+    assert main(["report", str(tmp_path)]) == 2
+    assert "does not say what it was trained on: give --data" in capsys.readouterr().err
+    (tmp_path / "sweep.json").write_text("{}")
+    assert main(["report", str(tmp_path)]) == 2
+    assert "a sweep of which no run has ended yet: see modepth sweep run" in capsys.readouterr().err
+
+
 def test_progress_says_how_much_is_left(monkeypatch, capsys):
     now = [100.0]
     monkeypatch.setattr("modepth.progress.time.monotonic", lambda: now[0])

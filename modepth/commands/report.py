@@ -69,6 +69,11 @@ def report_runs(options: argparse.Namespace) -> None:
     folders = {Path(folder).resolve().name: Path(folder) for folder in options.runs}
     if len(folders) < len(options.runs):
         raise ValueError("two of the runs have folders of the same name, by which they would be called: rename one")
+    for folder in folders.values():
+        if not folder.is_dir():
+            raise ValueError(f"{folder}: there is no such folder: name that of a run or of a sweep")
+        if (folder / "sweep.json").exists():
+            raise ValueError(f"{folder}: a sweep of which no run has ended yet: see modepth sweep run")
     data = Path(options.data) if options.data is not None else data_of(Path(options.runs[0]))
     runs = {name: Opened(folder, load_native(folder)) for name, folder in folders.items()}
     validation, *_ = [open_split(data, "validation", run.model.config) for run in runs.values()]
