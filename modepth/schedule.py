@@ -24,9 +24,11 @@ def num_steps(config: TrainConfig, model: AnyConfig) -> int:
         assert config.target_flops is not None  # the config demands one of the three
         steps = int(config.target_flops // step_flops(config, model))
     if steps == 0:
+        name = "target_flops" if config.tokens is None else "tokens"
+        needed = step_flops(config, model) if config.tokens is None else config.batch_size * length
         raise ValueError(
-            f"{'tokens' if config.tokens is not None else 'target_flops'} is less than one step of "
-            f"{config.batch_size} windows of {length} tokens needs: raise it, or lower batch_size"
+            f"{name} is less than one step of {config.batch_size} windows of {length} tokens needs, {needed:,}; got "
+            f"{getattr(config, name):,}: raise it, or lower batch_size"
         )
     return steps
 

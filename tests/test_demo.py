@@ -97,7 +97,7 @@ def test_a_report_of_runs_is_a_page_with_pictures(shown, tmp_path, capsys):
     [
         (["demo", "FOLDER", "--target-flops", "5"], "target_flops is less than one step"),
         (["demo", "FOLDER", "--target-flops", "nan"], "target_flops must be"),
-        (["report", "FOLDER"], "does not say what it was trained on: give --data"),
+        (["report", "FOLDER"], "there is no such folder: name that of a run or of a sweep"),
         (["report", "FOLDER/x", "FOLDER/y/x"], "folders of the same name"),
     ],
 )

@@ -224,7 +224,9 @@ MAY_IMPORT = {
         "run_data",
         "sweep.fit",
         "sweep.page",
+        "sweep.plan",
         "sweep.results",
+        "sweep.run",
         "tokenizer",
     },
     "commands.sweep": {
@@ -314,11 +316,11 @@ MAY_IMPORT = {
     "report": {"formats", "page", "plots", "runlog", "textfile"},
     "sweep.results": {"textfile"},
     "sweep.fit": {"sweep.results"},
-    "sweep.page": {"formats", "plots", "plots.isoflop", "report", "sweep.fit", "sweep.results"},
+    "sweep.page": {"formats", "plots", "plots.isoflop", "plots.style", "report", "sweep.fit", "sweep.results"},
     # What plans and runs a sweep may: it is handed no model, it makes them.
     "sweep": set(),
     "sweep.config": {"config", "validation"},
-    "sweep.plan": {"config", "data", "flags", "flops", "schedule", "sweep.config"},
+    "sweep.plan": {"config", "data", "flags", "flops", "schedule", "sweep.config", "sweep.results", "validation"},
     "sweep.trial": {
         "config",
         "files",
@@ -333,6 +335,7 @@ MAY_IMPORT = {
     },
     "sweep.executors": {"sweep.trial"},
     "sweep.run": {
+        "files",
         "interruption",
         "run",
         "run_folder",

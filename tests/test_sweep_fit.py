@@ -61,17 +61,18 @@ def test_the_exponent_comes_back_through_the_noise_of_many_seeds():
     assert law.interval.high - law.interval.low < 0.02
 
 
-def test_intervals_hold_the_truth_about_as_often_as_they_say():
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_intervals_hold_the_truth_about_as_often_as_they_say(seeds):
     held = {"params": 0, "loss": 0}
     for seed in range(60):
-        fit = fit_rows(list(planted_rows(noise=0.004, seeds=2, seed=seed)))
+        fit = fit_rows(list(planted_rows(noise=0.004, seeds=seeds, seed=seed)))
         for optimum in fit.optima:
             truth = {"params": 0.3 * optimum.budget**0.5, "loss": 3 * (optimum.budget / 1e13) ** -0.05}
             for name, value in truth.items():
                 low, high = getattr(optimum, f"{name}_interval")
                 held[name] += low <= value <= high
     for name, count in held.items():
-        assert 0.85 <= count / 180 <= 1, name
+        assert 0.91 <= count / 180 <= 0.99, name
 
 
 @given(st.lists(st.tuples(st.floats(8, 20), st.floats(1, 8)), min_size=4, max_size=9))
@@ -221,6 +222,8 @@ def test_the_baseline_is_the_first_dense_arm_unless_named():
     assert fit_rows(rows).baseline == "plain"
     assert fit_rows(rows, "other").baseline == "other"
     assert fit_rows(rows[:1]).baseline == "mod"
+    experts = {"model": {"routing": None, "experts": {"num_experts": 4}}, "train": {}}
+    assert fit_rows([new_row(arm="experts", config=experts), *rows]).baseline == "plain"
 
 
 # -- what it needs

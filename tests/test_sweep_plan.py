@@ -62,15 +62,19 @@ def test_a_dial_with_a_number_of_heads_keeps_it_and_widens_them(dial, num_heads,
     assert abs(width - depth * dial.width_per_layer) <= max(num_heads, 2 * num_heads - depth)
 
 
-@given(ROUTINGS, st.integers(1, 9), st.floats(1e8, 1e9), st.sampled_from([None, 9]))
-def test_steps_follow_exactly_from_the_budget(routing, depth, budget, length):
+@given(ROUTINGS, st.integers(1, 9), st.floats(1e8, 1e9), st.sampled_from([None, 9]), st.sampled_from(["adamw", "muon"]))
+def test_steps_follow_exactly_from_the_budget(routing, depth, budget, length, optimizer):
     grids = [{"budgets": [budget], "depths": [depth], "arms": ["mod"]}]
-    (run,) = plan(arms__mod__model__routing=routing, grids=grids, train__length=length, repeats="flag")
-    step = 2 * flops.training_flops(run.model, length or 16, half_causal=True)
+    train = {"train__length": length, "train__optimizer": optimizer}
+    (run,) = plan(arms__mod__model__routing=routing, grids=grids, repeats="flag", **train)
+    update = flops.update_flops(run.model, optimizer)
+    assert (update > 0) == (optimizer == "muon")
+    step = 2 * flops.training_flops(run.model, length or 16, half_causal=True) + update
     facts = run.facts()
     assert facts["steps"] == budget // step
     assert facts["training_flops"] == step * facts["steps"] <= budget
-    assert facts["training_flops_full"] == 2 * facts["steps"] * flops.training_flops(run.model, length or 16)
+    full = 2 * flops.training_flops(run.model, length or 16) + update
+    assert facts["training_flops_full"] == facts["steps"] * full
     assert facts["tokens"] == facts["steps"] * 2 * (length or 16)
     assert facts["flops_per_token"] * (length or 16) == flops.forward_flops(run.model, length or 16, half_causal=True)
     assert facts["flops_per_token_full"] * (length or 16) == flops.forward_flops(run.model, length or 16)
@@ -204,7 +208,13 @@ def test_the_expected_time_counts_steps_measurements_and_starts():
         # what shows when the runs are made
         ({"arms__mod__model__routing__capacity": 2}, "arm mod at depth 2 and budget 2e.07: model.routing.capacity"),
         ({"train__clip": -1}, "arm dense at depth 2 and budget 2e.07: train.clip must be"),
-        ({"grids": [{"budgets": [100], "depths": [2]}]}, "target_flops is less than one step"),
+        (
+            {"grids": [{"budgets": [100], "depths": [2]}]},
+            r"target_flops is less than one step of 2 windows of 16 tokens needs, \d{3},\d{3}; got 100\.0: raise it",
+        ),
+        ({"model__vocab_size": "many"}, "model.vocab_size must be a whole number >= 1, got 'many'"),
+        ({"dial__power": 1e5, "dial__at_width": 99}, "arm dense at depth 2 .* beyond any float"),
+        ({"dial__width_per_layer": 1e300}, "width or learning rate is beyond any float: lower width_per_layer"),
         ({"model__vocab_size": 100}, "model.vocab_size must be at least the data's 257, got 100"),
         ({"train__length": 32}, "train.length must be at most model.max_length 16, got 32"),
         ({"model__max_length": 30_000}, "the validation split has 20,000 tokens, less than a window of 30000"),

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from modepth.formats import power_of_ten
 from modepth.plots.isoflop import (
     log_ticks,
     look,
@@ -138,12 +139,34 @@ def test_arms_of_any_number_are_told_apart_and_named(num):
         assert {text.split(" ")[0] for text in check_readable(figure)} >= set(arms)
 
 
-@pytest.mark.parametrize(("low", "high"), [(1e3, 1.3e3), (1e3, 2e3), (4e5, 9e5), (1e5, 1e8), (7, 1e9)])
+@pytest.mark.parametrize(
+    ("low", "high"), [(1.08e6, 1.19e6), (2.38e13, 2.63e13), (1e3, 1.3e3), (1e3, 2e3), (4e5, 9e5), (1e5, 1e8), (7, 1e9)]
+)
 def test_axes_have_a_few_round_ticks(low, high):
     ticks = log_ticks(low, high)
     assert 1 <= len(ticks) <= 6
     assert all(low <= tick <= high for tick in ticks)
-    assert len(ticks) >= 3 or high / low < 1.6
+    assert len(ticks) >= 3 or (len(ticks) == 2 and high / low < 1.6)
+    assert all(float(f"{tick:.3g}") == tick for tick in ticks)  # as they are shown
+
+
+@pytest.mark.parametrize("budget", [2e13, 2.5e13])
+def test_at_one_budget_arms_stand_beside_each_other_and_the_budget_is_named(budget):
+    mine = list(planted(("dense", "mod", "other"), budgets=(budget,)))
+    for figure in (
+        optimum_against_budget(fit_rows(mine)),
+        step_time_ratio([row for row in mine if row.depth == 4], "dense"),
+    ):
+        (axes,) = figure.axes
+        places = {
+            arm: {x for x, _ in points_of(axes, look(["dense", "mod", "other"], arm))} for arm in ("mod", "other")
+        }
+        assert places["mod"].isdisjoint(places["other"])
+    figure = optimum_against_budget(fit_rows(mine))
+    assert power_of_ten(budget) in check_readable(figure)
+    (axes,) = figure.axes
+    low, high = axes.get_ylim()
+    assert all(low < tick < high for tick in axes.get_yticks())
 
 
 def test_a_single_run_can_be_drawn_and_none_cannot():
@@ -173,6 +196,15 @@ def test_the_page_says_what_was_fitted_refused_compared_and_left_out(rows, tmp_p
     few = [row for row in rows if row.depth < 5]
     write_sweep_page(few, fit_rows(few), tmp_path / "few")
     assert "2 sizes: a parabola needs 3 or more" in read(tmp_path / "few" / "sweep.html").text("td")
+
+
+def test_a_picture_of_what_is_no_longer_claimed_does_not_stay(rows, tmp_path):
+    write_sweep_page(rows, fit_rows(rows), tmp_path)
+    (tmp_path / "mine.png").write_bytes(b"")
+    edge = [row for row in rows if row.depth <= 5]
+    written = write_sweep_page(edge, fit_rows(edge), tmp_path)
+    assert {path.name for path in tmp_path.glob("*.png")} == {path.name for path in written[1:]} | {"mine.png"}
+    assert {path.stem for path in tmp_path.glob("*.svg")} == {path.stem for path in written[1:]}
 
 
 def test_the_page_runs_nothing_that_a_reason_says(tmp_path):

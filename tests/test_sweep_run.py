@@ -24,7 +24,7 @@ from modepth.sweep.config import read_sweep
 from modepth.sweep.executors import Local
 from modepth.sweep.plan import plan_runs, read_facts
 from modepth.sweep.results import Results, as_line
-from modepth.sweep.run import logged_flops
+from modepth.sweep.run import config_of, keep_config, logged_flops, run_sweep
 from modepth.train import evaluate
 from tests.documents import blocks, run_commands, smaller, text_of
 from tests.processes import command
@@ -188,6 +188,22 @@ def test_fit_plot_and_report_read_the_rows(done, tmp_path, capsys):
         assert each.with_suffix(".svg").exists()
 
 
+def test_a_report_has_the_baseline_and_order_of_the_config_in_whatever_order_runs_ended(done, data, tmp_path):
+    grids = [{"budgets": [1e7], "depths": [2, 3, 4]}, {"budgets": [1e8], "depths": [2]}]  # the last has no row yet
+    path = write_config(tmp_path, data, grids=grids, baseline="mod")
+    (tmp_path / "out").mkdir()
+    rows = sorted(rows_at(done[0]), key=lambda row: (row.arm != "mod", row.depth))
+    (tmp_path / "out" / "results.jsonl").write_text("".join(as_line(row) for row in rows))
+    config = read_sweep(path)
+    keep_config(config, tmp_path / "out")
+    assert config_of(tmp_path / "out") == config
+    assert main(["sweep", "plot", str(path)]) == 0
+    assert main(["report", str(tmp_path / "out"), "--out", str(tmp_path / "page")]) == 0
+    page = (tmp_path / "page" / "sweep.html").read_bytes()
+    assert page == (tmp_path / "out" / "sweep.html").read_bytes()
+    assert b"relative to mod" in page
+
+
 @QUICK
 def test_a_config_that_grew_keeps_its_rows_and_runs_the_rest(done, data, tmp_path, capsys):
     path = write_config(tmp_path, data, grids=[{"budgets": [1e7], "depths": [2, 3, 4]}], arms={"dense": {}})
@@ -342,6 +358,34 @@ def test_a_signal_lets_the_trials_save_and_leaves_no_row(data, tmp_path):
     assert not is_alive(holder(folder))
 
 
+def test_a_trial_killed_before_it_begins_is_not_given_the_reason_of_the_try_before(data, tmp_path):
+    path = write_config(tmp_path, data, grids=[{"budgets": [1e7], "depths": [2]}], arms={"dense": {}})
+    (run,) = planned(path)
+    folder = tmp_path / "out" / "runs" / run.id
+    folder.mkdir(parents=True)
+    (folder / "failure.txt").write_text("diverged: once\n")
+
+    class Killed:
+        def start(self, folder):
+            return self
+
+        def ended(self):
+            return "killed by SIGKILL"
+
+    (row,) = run_sweep(read_sweep(path), [run], Killed())
+    assert row.reason == f"killed by SIGKILL; see {folder / 'output.txt'}"
+
+
+def test_runs_measured_on_other_windows_of_the_test_split_are_not_mixed(done, data, tmp_path, capsys):
+    (tmp_path / "out").symlink_to(done[0].parent / "out")
+    before = contents(tmp_path / "out")
+    grids = [{"budgets": [1e7], "depths": [2, 3, 4]}, {"budgets": [1e8], "depths": [2]}]
+    path = write_config(tmp_path, data, grids=grids, test_windows=None)
+    assert main(["sweep", "run", str(path)]) == 2
+    assert re.search(r"test_windows is None, and .* was measured with 3: .* set it back", capsys.readouterr().err)
+    assert contents(tmp_path / "out") == before
+
+
 def test_two_processes_cannot_run_one_sweep(data, tmp_path, capsys):
     path = write_config(tmp_path, data)
     (tmp_path / "out").mkdir()
@@ -367,7 +411,8 @@ def test_checkpoints_need_not_be_kept(data, tmp_path):
         (["plan", "BAD"], "unknown field arm; did you mean 'arms'?"),
         (["fit", "CONFIG"], "none of 0 rows is of a finished run"),
         (["plot", "CONFIG"], "none of 0 rows is of a finished run"),
-        (["run", "NODATA"], "train.tokens: cannot be read"),
+        (["run", "NODATA"], "none: write it with `modepth data prepare SOURCE "),
+        (["fit", "HALFDATA"], "train.tokens: cannot be read"),
         (["run", "OUTFILE"], "cannot be written: Not a directory (name a folder that can, as `out`)"),
     ],
 )
@@ -377,6 +422,7 @@ def test_a_mistake_is_one_line(arguments, message, data, tmp_path, capsys):
         "CONFIG": {"data": str(data), "out": str(tmp_path / "out")},
         "BAD": {"data": str(data), "arm": {}},
         "NODATA": {"data": str(tmp_path / "none")},
+        "HALFDATA": {"data": str(tmp_path)},
         "OUTFILE": {"data": str(data), "out": str(tmp_path / "file" / "out")},
     }.items():
         (tmp_path / name).write_text(yaml.safe_dump(changed(**changes)))
@@ -417,6 +463,14 @@ def test_rows_of_two_configs_are_not_drawn_together(tmp_path, capsys):
     assert "of different configs: one and two; name the config: modepth sweep plot CONFIG" in capsys.readouterr().err
     assert main(["report", str(tmp_path), str(tmp_path / "other")]) == 2
     assert "is a sweep, which has a page of its own: give it alone" in capsys.readouterr().err
+
+
+def test_a_report_of_nothing_says_what_is_missing(tmp_path, capsys):
+    assert main(["report", str(tmp_path)]) == 2
+    assert "does not say what it was trained on: give --data" in capsys.readouterr().err
+    (tmp_path / "sweep.json").write_text("{}")
+    assert main(["report", str(tmp_path)]) == 2
+    assert "a sweep of which no run has ended yet: see modepth sweep run" in capsys.readouterr().err
 
 
 def test_progress_says_how_much_is_left(monkeypatch, capsys):

@@ -8,7 +8,9 @@ from modepth.commands.table import print_columns
 from modepth.loading import load_native
 from modepth.run import open_split
 from modepth.run_data import data_of
-from modepth.sweep.results import Results, check_unique
+from modepth.sweep.plan import cells
+from modepth.sweep.results import Results, cell_name, check_unique
+from modepth.sweep.run import config_of
 from modepth.tokenizer import load_tokenizer
 
 EXAMPLES = """\
@@ -50,7 +52,12 @@ def report_sweep(folder: Path, out: Path) -> None:
 
     rows = Results(folder / "results.jsonl").rows()
     check_unique(rows)
-    written = write_sweep_page(rows, fit_rows(rows), out)
+    config = config_of(folder)
+    planned, baseline = ([], None) if config is None else (cells(config), config.baseline)
+    order = {cell: number for number, cell in enumerate(planned)}
+    rows.sort(key=lambda row: order.get(row.cell, len(order)))  # as planned: several at a time end in any order
+    missing = [cell_name(cell) for cell in planned if cell not in {row.cell for row in rows}]
+    written = write_sweep_page(rows, fit_rows(rows, baseline), out, missing=missing)
     print("written:", *written, sep="\n  ")
     print(json.dumps({"runs": len(rows), "written": [str(path) for path in written]}))
 
@@ -62,6 +69,11 @@ def report_runs(options: argparse.Namespace) -> None:
     folders = {Path(folder).resolve().name: Path(folder) for folder in options.runs}
     if len(folders) < len(options.runs):
         raise ValueError("two of the runs have folders of the same name, by which they would be called: rename one")
+    for folder in folders.values():
+        if not folder.is_dir():
+            raise ValueError(f"{folder}: there is no such folder: name that of a run or of a sweep")
+        if (folder / "sweep.json").exists():
+            raise ValueError(f"{folder}: a sweep of which no run has ended yet: see modepth sweep run")
     data = Path(options.data) if options.data is not None else data_of(Path(options.runs[0]))
     runs = {name: Opened(folder, load_native(folder)) for name, folder in folders.items()}
     validation, *_ = [open_split(data, "validation", run.model.config) for run in runs.values()]

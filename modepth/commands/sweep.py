@@ -13,7 +13,7 @@ from modepth.sweep.config import SweepConfig, read_sweep
 from modepth.sweep.executors import Executor, Local, Submitted
 from modepth.sweep.plan import DataFacts, PlannedRun, expected_seconds, plan_runs, read_facts
 from modepth.sweep.rate import measured_rate, rate_of_rows
-from modepth.sweep.results import Row
+from modepth.sweep.results import Row, cell_name
 from modepth.sweep.run import Progress, results_of, run_sweep
 from modepth.validation import check_count, check_number
 
@@ -243,9 +243,7 @@ def run_plot(options: argparse.Namespace) -> None:
 
 
 def missing(runs: Sequence[PlannedRun], rows: dict[str, Row]) -> list[str]:
-    return [
-        f"{run.arm} at depth {run.depth}, budget {run.budget:g}, seed {run.seed}" for run in runs if run.id not in rows
-    ]
+    return [cell_name((run.arm, run.budget, run.depth, run.seed)) for run in runs if run.id not in rows]
 
 
 def print_rows(rows: Sequence[Mapping[str, object]]) -> None:

@@ -34,6 +34,7 @@ LEFT, RIGHT, BOTTOM = 0.55, 0.12, 0.42
 ACROSS, BETWEEN, TITLE = 0.5, 0.62, 0.24  # from panel to panel; a panel's title
 KEY_LINE, KEY_MARK, KEY_GAP = 0.16, 0.26, 0.16  # of the key: a line's height, the marker, from entry to entry
 SUBDIVISIONS = ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7), (1, 1.2, 1.5, 1.8, 2.2, 2.7, 3.3, 4, 5, 6, 7, 8.5))
+NARROWEST = 1.05  # an axis reaches at least so far to either side of what is on it
 
 Label = Callable[[str], str]
 
@@ -223,7 +224,8 @@ def exponent_text(law: PowerLaw | None) -> str:
 
 def aside(number: int, count: int, values: Sequence[float]) -> float:
     """What to multiply x by, so that of `count` arms at one place none covers another."""
-    return float((max(values) / min(values)) ** (0.012 * (number - (count - 1) / 2)))
+    width = max(max(values) / min(values), NARROWEST**2)
+    return float(width ** (0.012 * (number - (count - 1) / 2)))
 
 
 # -- panels, axes, key
@@ -301,9 +303,10 @@ def label_panels(panels: dict[float, Axes], x: str, y: str) -> None:
 def set_log_x(axes: Axes, values: Sequence[float], label: Callable[[float], str]) -> None:
     axes.set_xscale("log")
     low, high = min(values), max(values)
-    margin = max((high / low) ** 0.06, 1.05)
+    margin = max((high / low) ** 0.06, NARROWEST)
     axes.set_xlim(low / margin, high * margin)
-    axes.xaxis.set_major_locator(FixedLocator(log_ticks(low / margin, high * margin)))
+    ticks = [low] if low == high else log_ticks(low / margin, high * margin)
+    axes.xaxis.set_major_locator(FixedLocator(ticks))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: label(value)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_minor_formatter(NullFormatter())
@@ -322,4 +325,7 @@ def log_ticks(low: float, high: float) -> list[float]:
         ticks = [tick for tick in ticks if low <= tick <= high]
         if len(ticks) >= 3:
             break
-    return ticks[:: math.ceil(len(ticks) / 6)] if ticks else [low]
+    if len(ticks) < 2:  # so narrow that it is nearly straight
+        places = MaxNLocator(4).tick_values(low, high)
+        ticks = [tick for place in places if low <= (tick := float(f"{place:.3g}")) <= high]
+    return ticks[:: math.ceil(len(ticks) / 6)] or [low]

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 try:
-    from scipy.special import stdtrit
+    from scipy.special import ndtri, stdtrit
 except ImportError as error:
     raise ImportError("fits need scipy: pip install 'modepth[plots]'") from error
 
@@ -139,7 +139,7 @@ def fit_rows(rows: Sequence[Row], baseline: str | None = None) -> Fit:
 
 def baseline_of(rows: Sequence[Row]) -> str:
     """The first arm that is dense, else the first."""
-    return next((row.arm for row in rows if not row.routed), rows[0].arm)
+    return next((row.arm for row in rows if row.dense), rows[0].arm)
 
 
 def arms_of(rows: Iterable[Row]) -> list[str]:
@@ -219,7 +219,11 @@ def resample(curve: Parabola, x: Array, y: Array) -> tuple[Array | None, Array |
         return None, None, "no interval: the curve goes through its three points exactly"
     columns = design(x - curve.centre)
     fitted = columns @ np.array(curve[1:])
-    residuals = (y - fitted) * math.sqrt(len(y) / num_free)  # as wide as the noise, not as what a fit leaves of it
+    # As wide as the noise, not as what a fit leaves of it; and wider, as a t is than a normal, since few residuals
+    # do not say how wide that is.
+    level = (1 + CONFIDENCE) / 2
+    wider = math.sqrt(len(y) / num_free) * stdtrit(num_free, level) / ndtri(level)
+    residuals = (y - fitted) * wider
     drawn = np.random.default_rng(0).choice(residuals - residuals.mean(), size=(RESAMPLES, len(y)))
     a, b, c = np.linalg.pinv(columns) @ (fitted + drawn).T
     good = c > 0

@@ -16,14 +16,16 @@ from modepth.plots.isoflop import (
     step_time_ratio,
     time_ratios,
 )
+from modepth.plots.style import FORMATS
 from modepth.report import Table, write_report
 from modepth.sweep.fit import Comparison, Fit, Interval, Optimum, PowerLaw
 from modepth.sweep.results import Row
 
+FIGURES = ("loss_against_parameters", "loss_against_forward_flops", "optimum_against_budget", "step_time_ratio")
 INTRO = (
-    "Models trained with the same FLOPs (forward and backward, logits included, causal attention counted half), each "
-    "on a cosine of the length of its own run. All losses are causal: every token is decided about without seeing "
-    "those after it.\n\n"
+    "Models trained with the same FLOPs (forward and backward, logits included, causal attention counted half, Muon's "
+    "own products too where it is the optimiser), each on a cosine of the length of its own run. All losses are "
+    "causal: every token is decided about without seeing those after it.\n\n"
     "Curves, optima and the choice of a best size use the validation loss. Comparisons of arms are in test loss, by "
     "which nothing was chosen, between runs of the same seed, with 95 % t-intervals. Intervals of optima come from "
     "resampled residuals."
@@ -49,6 +51,9 @@ def write_sweep_page(rows: Sequence[Row], fit: Fit, out: Path, *, missing: Seque
         figures=[(caption, figure) for _, caption, figure in figures],
         sections=sections,
     )
+    for name in set(FIGURES) - {name for name, _, _ in figures}:
+        for format in FORMATS:  # of a time when there was something to draw
+            (out / f"{name}.{format}").unlink(missing_ok=True)
     return [page, *(save_figure(figure, out / name)[0] for name, _, figure in figures)]
 
 

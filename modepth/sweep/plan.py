@@ -10,7 +10,7 @@ grids and arms and keep the results that it has, while a changed learning rate o
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +22,8 @@ from modepth.data import SPLITS, open_tokens
 from modepth.flags import laid_over
 from modepth.schedule import flops_until, num_steps, step_flops, window_length
 from modepth.sweep.config import Arm, SweepConfig
+from modepth.sweep.results import Cell
+from modepth.validation import check_count
 
 WITHOUT_EFFECT = ("eval_every", "save_every", "keep_checkpoints", "log_every")  # on the result of a run
 MAX_LAYERS = 10_000
@@ -47,6 +49,10 @@ class DataFacts(NamedTuple):
 
 
 def read_facts(folder: str | Path) -> DataFacts:
+    if not Path(folder).is_dir():
+        raise ValueError(
+            f"data: there is no folder {folder}: write it with `modepth data prepare SOURCE {folder}`, or name another"
+        )
     files = {split: open_tokens(Path(folder) / f"{split}.tokens") for split in SPLITS}
     whole = hashlib.sha256("".join(file.sha256 for file in files.values()).encode()).hexdigest()
     return DataFacts(whole[:16], files["train"].vocab_size, {split: int(file.count) for split, file in files.items()})
@@ -122,26 +128,32 @@ class PlannedRun:
 
 def plan_runs(config: SweepConfig, data: DataFacts) -> list[PlannedRun]:
     """All runs, each once, arms of one size and seed side by side."""
-    runs: dict[tuple[str, float, int, int], PlannedRun] = {}
-    for name, budget, depth, seed in cells(config):
-        if (name, budget, depth, seed) not in runs:
-            try:
-                run = plan_run(config, data, name, budget, depth, seed)
-            except ValueError as error:
-                raise ValueError(f"arm {name} at depth {depth} and budget {budget:g}: {error}") from error
-            runs[name, budget, depth, seed] = run
+    runs: dict[Cell, PlannedRun] = {}
+    for cell in cells(config):
+        name, budget, depth, seed = cell
+        try:
+            runs[cell] = plan_run(config, data, name, budget, depth, seed)
+        except (ValueError, OverflowError) as error:
+            reason = str(error)
+            if isinstance(error, OverflowError):
+                reason = "width or learning rate is beyond any float: lower width_per_layer and the powers of the dial"
+            raise ValueError(f"arm {name} at depth {depth} and budget {budget:g}: {reason}") from error
     if config.repeats == "refuse":
         check_repeats(list(runs.values()), data)
     return list(runs.values())
 
 
-def cells(config: SweepConfig) -> Iterator[tuple[str, float, int, int]]:
-    for grid in config.grids:
-        for budget in grid.budgets:
-            for depth in grid.depths:
-                for seed in grid.seeds:
-                    for name in grid.arms or config.arms:
-                        yield name, float(budget), depth, seed
+def cells(config: SweepConfig) -> list[Cell]:
+    """What the grids ask for, each once."""
+    asked = (
+        (name, float(budget), depth, seed)
+        for grid in config.grids
+        for budget in grid.budgets
+        for depth in grid.depths
+        for seed in grid.seeds
+        for name in grid.arms or config.arms
+    )
+    return list(dict.fromkeys(asked))
 
 
 def plan_run(config: SweepConfig, data: DataFacts, name: str, budget: float, depth: int, seed: int) -> PlannedRun:
@@ -183,6 +195,7 @@ def size_arm(config: SweepConfig, data: DataFacts, arm: Arm, depth: int, length:
     shape = {"dim": config.dial.width(depth), "num_heads": config.dial.heads(depth)}
     shared = {"vocab_size": data.vocab_size, **config.model, **shape}
     own = laid_over(shared, dict(arm.model))
+    check_count("model.vocab_size", own["vocab_size"], low=1)
     if own["vocab_size"] < data.vocab_size:
         raise ValueError(f"model.vocab_size must be at least the data's {data.vocab_size}, got {own['vocab_size']}")
     if arm.size == "depth":

@@ -22,6 +22,13 @@ from typing import Any
 from modepth.textfile import cannot_write, replace_text
 
 FITTED, REPORTED = "validation_loss", "test_loss"
+Cell = tuple[str, float, int, int]  # arm, budget, depth, seed
+
+
+def cell_name(cell: Cell) -> str:
+    """What a run is called in a list of what was left out."""
+    arm, budget, depth, seed = cell
+    return f"{arm} at depth {depth}, budget {budget:g}, seed {seed}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,13 +71,18 @@ class Row:
         return self.status == "finished"
 
     @property
-    def routed(self) -> bool:
-        return self.config["model"].get("routing") is not None
+    def dense(self) -> bool:
+        """Neither routed nor of experts."""
+        model = self.config["model"]
+        return model.get("routing") is None and model.get("experts") is None
+
+    @property
+    def cell(self) -> Cell:
+        return self.arm, self.budget, self.depth, self.seed
 
     @property
     def name(self) -> str:
-        """What it is called in a list of what was left out."""
-        return f"{self.arm} at depth {self.depth}, budget {self.budget:g}, seed {self.seed}"
+        return cell_name(self.cell)
 
 
 class Results:
@@ -126,9 +138,9 @@ def as_line(row: Row) -> str:
 
 def check_unique(rows: Iterable[Row]) -> None:
     """Raise if two rows are of one arm, budget, depth and seed: then their configs differ, and so do the runs."""
-    seen: dict[tuple[str, float, int, int], Row] = {}
+    seen: dict[Cell, Row] = {}
     for row in rows:
-        other = seen.setdefault((row.arm, row.budget, row.depth, row.seed), row)
+        other = seen.setdefault(row.cell, row)
         if other is not row:
             raise ValueError(
                 f"two runs are both {row.name}, of different configs: {other.id} and {row.id}; "

@@ -1,6 +1,7 @@
 """Carrying a plan out: so many trials at a time, a row for each as it ends, until none is left.
 
     OUT/results.jsonl   the rows
+    OUT/sweep.json      the config, so that who has the folder knows the order of the arms and the baseline
     OUT/runs/ID/        the folder of each run
 
 A run that has a row is done, failed ones too unless asked to be tried again. One without a row goes on from where its
@@ -11,14 +12,15 @@ others go on. Stopped by a signal, the sweep lets its trials save, and writes no
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from modepth.files import read_json
 from modepth.interruption import Interruption
 from modepth.run import Stopped
 from modepth.run_folder import RunLock
-from modepth.sweep.config import SweepConfig
+from modepth.sweep.config import SweepConfig, read_sweep
 from modepth.sweep.executors import Executor, Job
 from modepth.sweep.plan import PlannedRun
 from modepth.sweep.results import Results, Row
@@ -44,6 +46,29 @@ def results_of(config: SweepConfig) -> Results:
     return Results(Path(config.out) / "results.jsonl")
 
 
+def check_test_windows(config: SweepConfig, runs: Iterable[PlannedRun]) -> None:
+    """Raise if a run was measured on another part of the test split: its id is the same, and its loss is not."""
+    for run in runs:
+        folder = run_folder(config, run)
+        if (folder / "result.json").exists() and (folder / "trial.json").exists():
+            before = read_json(folder / "trial.json")["test_windows"]
+            if before != config.test_windows:
+                raise ValueError(
+                    f"test_windows is {config.test_windows}, and {folder} was measured with {before}: their test "
+                    "losses cannot be compared; set it back, or name another folder as `out`"
+                )
+
+
+def keep_config(config: SweepConfig, out: Path) -> None:
+    replace_text(out / "sweep.json", json.dumps(asdict(config), indent=1) + "\n")
+
+
+def config_of(out: Path) -> SweepConfig | None:
+    """The config that a sweep's folder was last run with, if that is known."""
+    path = out / "sweep.json"
+    return read_sweep(path) if path.exists() else None
+
+
 def run_folder(config: SweepConfig, run: PlannedRun) -> Path:
     return Path(config.out) / "runs" / run.id
 
@@ -63,6 +88,8 @@ def run_sweep(
     """
     out = prepare_out(config)
     with RunLock(out), Interruption() as interruption:
+        check_test_windows(config, runs)
+        keep_config(config, out)
         ids = {run.id for run in runs}
         results = results_of(config)
         failed = {row.id for row in results.rows() if row.id in ids and not row.finished} if retry else set()
@@ -119,6 +146,7 @@ class Loop:
     def start(self, run: PlannedRun) -> None:
         folder = run_folder(self.config, run)
         folder.mkdir(exist_ok=True)
+        (folder / "failure.txt").unlink(missing_ok=True)  # of the try before: this one may be killed before it begins
         trial = {
             "config": run.facts()["config"],
             "data": str(Path(self.config.data).resolve()),
