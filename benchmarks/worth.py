@@ -34,7 +34,12 @@ from modepth.world import join_world
 
 TEST = 512  # windows
 SELECTIONS = ("topk", "random")
+SETTING = ("layers", "dim", "steps", "batch", "rate")  # what all runs that are compared have in common
 Row = dict[str, Any]
+
+
+def setting(options: argparse.Namespace) -> Row:
+    return {name: getattr(options, name) for name in SETTING}
 
 
 def model_of(options: argparse.Namespace, capacity: float, selection: str, vocab_size: int) -> ModelConfig:
@@ -68,19 +73,13 @@ def run(options: argparse.Namespace, capacity: float, selection: str, seed: int)
     )
     torch.manual_seed(seed)
     model = Transformer(config)
-    folder = (
-        options.out
-        / "runs"
-        / f"{selection}_{capacity:g}_s{seed}_{options.layers}x{options.dim}_{options.steps}x{options.batch}"
-    )
+    name = "_".join(f"{value:g}" for value in (*setting(options).values(), capacity, seed))
+    folder = options.out / "runs" / f"{selection}_{name}"
     train(model, how, open_data(options.data, config), folder)
     test = open_split(options.data, "test", config)
     measured = evaluate(model, test, length=512, num_windows=TEST, batch_size=4, world=join_world(), mode="causal")
     return {
-        "layers": options.layers,
-        "dim": options.dim,
-        "steps": options.steps,
-        "batch": options.batch,
+        **setting(options),
         "capacity": capacity,
         "selection": selection,
         "seed": seed,
@@ -142,8 +141,7 @@ def main() -> None:
     path = options.out / "rows.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    same = {name: getattr(options, name) for name in ("layers", "dim", "steps", "batch")}
-    rows = [row for row in rows if same.items() <= row.items()]
+    rows = [row for row in rows if setting(options).items() <= row.items()]
     done = {(row["capacity"], row["selection"], row["seed"]) for row in rows}
     todo = [each for each in wanted(options) if each not in done]
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
