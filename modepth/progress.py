@@ -118,22 +118,25 @@ class SweepProgress:
     def say(self, text: str) -> None:
         tqdm.write(text, file=sys.stderr)
 
-    def __call__(self, num_done: int, num_failed: int, flops: float) -> None:
-        now = time.monotonic()
+    def __call__(self, num_done: int, num_failed: int, flops: float, given_up: float = 0.0) -> None:
+        now, total = time.monotonic(), self.flops - given_up
         if self.first is None:
             self.first = (now, flops)
             self.bar.initial = self.bar.n = flops
         runs = f"{num_done} of {self.num_runs} runs" + (f", {num_failed} failed" if num_failed else "")
         if not self.bar.disable:
+            self.bar.total = total
             self.bar.set_postfix_str(runs)
             self.bar.update(flops - self.bar.n)
         elif now - self.last_line > SECONDS_BETWEEN_LINES:
             self.last_line = now
-            left = "" if (seconds := self.seconds_left(now, flops)) is None else f", about {duration(seconds)} left"
-            self.say(f"{runs}, {100 * flops / self.flops:.0f} % of the FLOPs{left}")
+            left = (
+                "" if (seconds := self.seconds_left(now, flops, total)) is None else f", about {duration(seconds)} left"
+            )
+            self.say(f"{runs}, {100 * flops / total if total else 100:.0f} % of the FLOPs{left}")
 
-    def seconds_left(self, now: float, flops: float) -> float | None:
+    def seconds_left(self, now: float, flops: float, total: float) -> float | None:
         """At the rate since the first news; None before there is one."""
         assert self.first is not None
         start, before = self.first
-        return None if flops <= before else (self.flops - flops) * (now - start) / (flops - before)
+        return None if flops <= before else (total - flops) * (now - start) / (flops - before)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from modepth.validation import check_count, check_number
+from modepth.validation import check_count, check_number, check_seed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class Sampling:
         check_number("repetition_penalty", self.repetition_penalty, low=0.0)
         if self.repetition_penalty == 0:
             raise ValueError("repetition_penalty must be more than 0, got 0 (1 leaves the logits as they are)")
-        check_count("seed", self.seed, low=0)
+        check_seed("seed", self.seed)
         for token in self.stop_ids:
             check_count("stop_ids", token, low=0)
         if any(not isinstance(text, str) or not text for text in self.stop_strings):

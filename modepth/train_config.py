@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from modepth.validation import check_choice, check_count, check_flag, check_number
+from modepth.validation import check_choice, check_count, check_flag, check_number, check_seed
 
 Precision = Literal["bfloat16", "float16"]
 Parallel = Literal["ddp", "fsdp"]
@@ -71,7 +71,7 @@ class TrainConfig:
         counts = ("batch_size", "capacity_stages", "eval_every", "eval_windows", "save_every", "keep_checkpoints")
         for name in (*counts, "log_every", "max_bad_steps"):
             check_count(name, getattr(self, name), low=1)
-        check_count("seed", self.seed, low=0)
+        check_seed("seed", self.seed)
         for name in ("learning_rate", "weight_decay", "clip"):
             check_number(name, getattr(self, name), low=0.0)
         for name in ("warmup", "capacity_warmup", "beta1", "beta2"):

@@ -31,6 +31,11 @@ def check_count(name: str, value: object, *, low: int) -> None:
         raise ValueError(f"{name} must be a whole number >= {low}, got {shown(value)}")
 
 
+def check_seed(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**64:
+        raise ValueError(f"{name} must be a whole number from 0 to 2^64 - 1, as torch takes seeds, got {shown(value)}")
+
+
 def check_layers(layers: object) -> None:
     if not isinstance(layers, tuple) or not layers:
         raise ValueError(f"layers must be a tuple of one or more layer numbers, got {layers!r}")

@@ -213,7 +213,11 @@ def test_the_best_size_is_chosen_by_validation_loss_among_sizes_with_the_most_se
 
 def test_arms_without_a_common_seed_or_budget_are_not_compared():
     rows = [new_row(), new_row(arm="mod", seed=1), new_row(arm="mod", budget=3e13)]
-    assert fit_rows(rows).comparisons == ()
+    fit = fit_rows(rows)
+    assert fit.comparisons == ()
+    ((name, reason),) = fit.left_out
+    assert name == "mod less dense at budget 1e+13, each at its best size"
+    assert reason.startswith("no seed was run at both depth")
 
 
 def test_the_baseline_is_the_first_dense_arm_unless_named():

@@ -199,6 +199,15 @@ def test_the_expected_time_counts_steps_measurements_and_starts():
         ({"grids": [{"budgets": [1e8], "depths": [0]}]}, r"grids\[0\].depths must be a whole number >= 1, got 0"),
         ({"grids": [{"budgets": [0], "depths": [2]}]}, r"grids\[0\].budgets must be a finite number >= 1.0, got 0"),
         ({"grids": [{"budgets": 1e8, "depths": [2]}]}, r"grids\[0\].budgets must be a list of one or more"),
+        (
+            {"grids": [{"budgets": [1e8], "depths": [2], "seeds": [2**64]}]},
+            r"seeds must be a whole number from 0 to 2\^64",
+        ),
+        ({"grids": [{"budgets": [1e12], "depths": [1001]}]}, "depths must be at most 1000, got 1001"),
+        (
+            {"grids": [{"budgets": [1e15], "depths": [999], "arms": ["mod"]}], "dial__width_per_layer": 0.01},
+            "1000 layers do not reach the dense model's FLOPs: lower the depth",
+        ),
         ({"dial__num_heads": 0}, "dial.num_heads must be a whole number >= 1, got 0"),
         ({"dial__head_dim": 1}, "dial.head_dim must be a whole number >= 2, got 1"),
         ({"dial": None}, "dial must be a Dial, got None"),

@@ -482,9 +482,12 @@ def test_progress_says_how_much_is_left(monkeypatch, capsys):
         progress(3, 1, 4e11)
         now[0] += 1
         progress(3, 1, 5e11)  # too soon for a line
+        now[0] += 59
+        progress(4, 2, 5e11, 3e11)  # what failed is neither done nor left
     assert capsys.readouterr().err.splitlines() == [
         "2 of 8 runs, 20 % of the FLOPs",
         "3 of 8 runs, 1 failed, 40 % of the FLOPs, about 3 min left",
+        "4 of 8 runs, 2 failed, 71 % of the FLOPs, about 80 s left",
     ]
 
 

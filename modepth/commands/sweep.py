@@ -183,7 +183,7 @@ def run_run(options: argparse.Namespace) -> None:
         def tell(progress: Progress) -> None:
             if progress.row is not None:
                 show.say(outcome(progress.row))
-            show(progress.num_done, progress.num_failed, progress.flops)
+            show(progress.num_done, progress.num_failed, progress.flops, progress.flops_given_up)
 
         rows = run_sweep(config, runs, executor, jobs=options.jobs, retry=options.retry, on_progress=tell)
     failed = [row for row in rows if not row.finished]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from modepth.config import build, read_plain
-from modepth.validation import check_choice, check_count, check_flag, check_instance, check_number, shown
+from modepth.validation import check_choice, check_count, check_flag, check_instance, check_number, check_seed, shown
 
 Size = Literal["flops", "depth"]
 Repeats = Literal["refuse", "flag"]
@@ -119,7 +119,7 @@ class Grid:
         for depth in self.depths:
             check_count("depths", depth, low=1)
         for seed in self.seeds:
-            check_count("seeds", seed, low=0)
+            check_seed("seeds", seed)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -107,7 +107,7 @@ class PowerLaw:
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """All that the rows say; `left_out` names the runs that had no say, and why."""
+    """All that the rows say; `left_out` names the runs and comparisons that had no say, and why."""
 
     baseline: str
     optima: tuple[Optimum, ...]
@@ -133,7 +133,10 @@ def fit_rows(rows: Sequence[Row], baseline: str | None = None) -> Fit:
         optima=tuple(optima),
         comparisons=tuple(compare(finished, base)),
         power_laws=tuple(power_law(arm, optima, resampled) for arm in arms_of(finished)),
-        left_out=tuple((row.name, row.reason or "no reason given") for row in rows if not row.finished),
+        left_out=(
+            *((row.name, row.reason or "no reason given") for row in rows if not row.finished),
+            *unpaired(finished, base),
+        ),
     )
 
 
@@ -280,6 +283,20 @@ def compare(rows: Sequence[Row], baseline: str) -> list[Comparison]:
             pairs = [(best_depth(mine), best_depth(theirs), True)] + [(depth, depth, False) for depth in depths]
             for depth, other, best in pairs:
                 found += compare_sizes(at_depth(mine, depth), at_depth(theirs, other), best)
+    return found
+
+
+def unpaired(rows: Sequence[Row], baseline: str) -> list[tuple[str, str]]:
+    """The comparisons at best sizes that cannot be made, since no seed was run at both, and why."""
+    groups = grouped(rows)
+    found = []
+    for (arm, budget), mine in groups.items():
+        theirs = groups.get((baseline, budget), [])
+        if arm != baseline and theirs:
+            depth, other = best_depth(mine), best_depth(theirs)
+            if not at_depth(mine, depth).keys() & at_depth(theirs, other).keys():
+                name = f"{arm} less {baseline} at budget {budget:g}, each at its best size"
+                found.append((name, f"no seed was run at both depth {depth} and depth {other}: run one at both"))
     return found
 
 

@@ -8,6 +8,7 @@ A run is known by its id: a readable part, and a hash of all that its result dep
 grids and arms and keep the results that it has, while a changed learning rate or other data make new runs.
 """
 
+import bisect
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -26,7 +27,7 @@ from modepth.sweep.results import Cell
 from modepth.validation import check_count
 
 WITHOUT_EFFECT = ("eval_every", "save_every", "keep_checkpoints", "log_every")  # on the result of a run
-MAX_LAYERS = 10_000
+MAX_LAYERS = 1000
 NO_COST = 0.1  # of the first layer: `every` more layers that cost less will hardly add up to a dense model's
 START_SECONDS = 5.0  # of a run: a process, its imports, its data
 
@@ -192,6 +193,8 @@ def plan_run(config: SweepConfig, data: DataFacts, name: str, budget: float, dep
 
 def size_arm(config: SweepConfig, data: DataFacts, arm: Arm, depth: int, length: int | None) -> ModelConfig:
     """The arm's model at a depth of the dial, its layers counted or matched to the dense model."""
+    if depth > MAX_LAYERS:
+        raise ValueError(f"depths must be at most {MAX_LAYERS}, got {depth}")
     shape = {"dim": config.dial.width(depth), "num_heads": config.dial.heads(depth)}
     shared = {"vocab_size": data.vocab_size, **config.model, **shape}
     own = laid_over(shared, dict(arm.model))
@@ -221,16 +224,27 @@ def nearest_layers(fields: Mapping[str, Any], target: int, length: int | None) -
     deepest = with_layers(fields, MAX_LAYERS)
     routing = deepest.routing
     period = 1 if routing is None or routing.layers is not None else routing.every
-    numbers = range(fewest_layers(routing), MAX_LAYERS, period)
-    models = (replace(deepest, num_layers=number) for number in numbers)
-    best = next(models)
-    while forward(best, length) < target:
-        deeper = next(models)
-        check_growing(best, length)
-        if forward(deeper, length) - target >= target - forward(best, length):
-            break
-        best = deeper
-    return best
+    numbers = range(fewest_layers(routing), MAX_LAYERS + 1, period)
+
+    def of(number: int) -> ModelConfig:
+        return replace(deepest, num_layers=number)
+
+    def cost(number: int) -> int:
+        return forward(of(number), length)
+
+    # Doubled, then halved: counting up would be quadratic in the layers.
+    end = 1
+    while end < len(numbers) and cost(numbers[end - 1]) < target:
+        check_growing(of(numbers[end - 1]), length)
+        end *= 2
+    enough = bisect.bisect_left(numbers, target, hi=min(end, len(numbers)), key=cost)
+    if enough == 0:
+        return of(numbers[0])
+    check_growing(of(numbers[enough - 1]), length)
+    if enough == len(numbers):
+        raise ValueError(f"{MAX_LAYERS} layers do not reach the dense model's FLOPs: lower the depth")
+    fewer, more = numbers[enough - 1], numbers[enough]
+    return of(more if cost(more) - target < target - cost(fewer) else fewer)
 
 
 def check_growing(model: ModelConfig, length: int | None) -> None:

@@ -34,11 +34,12 @@ TAIL_BYTES = 2**16  # of a log, where its last rows are
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a sweep is: runs with a row, failed ones among them, and training FLOPs."""
+    """How far a sweep is: runs with a row, failed ones among them; FLOPs done, and those of failed runs."""
 
     num_done: int
     num_failed: int
     flops: float
+    flops_given_up: float
     row: Row | None  # that has just been added
 
 
@@ -175,10 +176,10 @@ class Loop:
             self.tell(None)
 
     def tell(self, row: Row | None) -> None:
-        done = sum(row.training_flops for row in self.rows.values())
+        failed = [row.training_flops for row in self.rows.values() if not row.finished]
+        done = sum(row.training_flops for row in self.rows.values() if row.finished)
         under_way = sum(logged_flops(run_folder(self.config, run)) for run, _ in self.running.values())
-        num_failed = sum(not row.finished for row in self.rows.values())
-        self.on_progress(Progress(len(self.rows), num_failed, done + under_way, row))
+        self.on_progress(Progress(len(self.rows), len(failed), done + under_way, sum(failed), row))
 
 
 def row_of(run: PlannedRun, folder: Path, how: str) -> Row:
