@@ -102,6 +102,15 @@ def test_no_other_number_of_whole_periods_is_nearer_to_the_dense_models_forward_
         assert (distance(run.model), run.model.num_layers) <= (distance(other), layers)
 
 
+def test_a_depth_between_whole_ones_has_the_layers_of_the_nearest_and_a_width_of_its_own():
+    grids = [{"budgets": [1e9], "depths": [2.5, 3, 3.4]}]
+    runs = plan(grids=grids, dial__width_per_layer=20, arms__mod__size="depth")
+    assert [(run.model.num_layers, run.model.dim) for run in runs if run.arm == "dense"] == [(3, 52), (3, 60), (3, 68)]
+    assert [run.model.num_layers for run in runs if run.arm == "mod"] == [3, 3, 3]
+    assert [run.id.split("-")[2] for run in runs if run.arm == "dense"] == ["d2.5", "d3", "d3.4"]
+    assert len({run.train.learning_rate for run in runs}) == 3
+
+
 def test_a_routed_arm_is_deeper_than_the_dense_one_unless_sized_by_depth():
     dense, mod = plan(grids=[{"budgets": [1e9], "depths": [9]}])
     assert mod.model.num_layers > dense.model.num_layers == 9
@@ -196,7 +205,7 @@ def test_the_expected_time_counts_steps_measurements_and_starts():
         ({"baseline": "sparse"}, "there is no arm 'sparse': name one of dense, mod"),
         ({"grids": [{"budgets": [1e8], "depths": [2], "arms": ["x"]}]}, "there is no arm 'x'"),
         ({"grids": [{"budgets": [1e8]}]}, r"missing field grids\[0\].depths"),
-        ({"grids": [{"budgets": [1e8], "depths": [0]}]}, r"grids\[0\].depths must be a whole number >= 1, got 0"),
+        ({"grids": [{"budgets": [1e8], "depths": [0]}]}, r"grids\[0\].depths must be a finite number >= 1.0, got 0"),
         ({"grids": [{"budgets": [0], "depths": [2]}]}, r"grids\[0\].budgets must be a finite number >= 1.0, got 0"),
         ({"grids": [{"budgets": 1e8, "depths": [2]}]}, r"grids\[0\].budgets must be a list of one or more"),
         (

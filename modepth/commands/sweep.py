@@ -131,7 +131,7 @@ def run_plan(options: argparse.Namespace) -> None:
 
 def plan_table(runs: Sequence[PlannedRun], rows: dict[str, Row]) -> list[dict[str, object]]:
     """A line for each arm, budget and depth; its seeds together."""
-    groups: dict[tuple[str, float, int], list[PlannedRun]] = {}
+    groups: dict[tuple[str, float, float], list[PlannedRun]] = {}
     for run in runs:
         groups.setdefault((run.arm, run.budget, run.depth), []).append(run)
     table = []

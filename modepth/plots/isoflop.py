@@ -150,7 +150,7 @@ def step_time_ratio(rows: Sequence[Row], baseline: str) -> Figure:
 
 def time_ratios(rows: Iterable[Row], baseline: str) -> list[tuple[str, float, float, float]]:
     """(arm, forward FLOPs of the baseline, ratio of time, ratio of FLOPs) for each arm, depth and setting."""
-    groups: dict[tuple[str, int, object], list[Row]] = defaultdict(list)
+    groups: dict[tuple[str, float, object], list[Row]] = defaultdict(list)
     for row in rows:
         if row.finished and row.step_seconds:
             groups[row.arm, row.depth, (row.hardware, row.torch, row.threads, row.jobs)].append(row)

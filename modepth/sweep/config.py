@@ -32,8 +32,9 @@ SET_BY = {
 
 @dataclass(frozen=True, kw_only=True)
 class Dial:
-    """One number, the depth of the dense model, sets the others.
+    """One number, the depth of the dense model, sets the others. It may lie between two whole ones, for sizes between.
 
+    layers         the whole number nearest to the depth, of the dense model
     width          depth * width_per_layer, to the nearest multiple of head_dim, or of 2 * num_heads if that is given
     heads          width / head_dim, or num_heads
     learning rate  learning_rate * (at_width / width) ** power * (at_budget / budget) ** budget_power
@@ -41,6 +42,8 @@ class Dial:
     >>> dial = Dial(width_per_layer=24, head_dim=32, learning_rate=1e-3, at_width=64, at_budget=1e13, budget_power=0.5)
     >>> dial.width(4), dial.heads(4), dial.rate(11, budget=1e13), dial.rate(11, budget=4e13)
     (96, 3, 0.0005, 0.00025)
+    >>> dial.layers(5.4), dial.width(5.4)
+    (5, 128)
     """
 
     width_per_layer: float = 32.0
@@ -61,14 +64,17 @@ class Dial:
             check_number(name, getattr(self, name), low=0.0)
         check_number("at_budget", self.at_budget, low=1.0)
 
-    def width(self, depth: int) -> int:
+    def layers(self, depth: float) -> int:
+        return int(depth + 0.5)
+
+    def width(self, depth: float) -> int:
         unit = self.head_dim if self.num_heads is None else 2 * self.num_heads  # rotations are of pairs
         return unit * max(1, int(depth * self.width_per_layer / unit + 0.5))
 
-    def heads(self, depth: int) -> int:
+    def heads(self, depth: float) -> int:
         return self.width(depth) // self.head_dim if self.num_heads is None else self.num_heads
 
-    def rate(self, depth: int, budget: float) -> float:
+    def rate(self, depth: float, budget: float) -> float:
         by_width = (self.at_width / self.width(depth)) ** self.power
         return float(self.learning_rate * by_width * (self.at_budget / budget) ** self.budget_power)
 
@@ -105,7 +111,7 @@ class Grid:
     """
 
     budgets: tuple[float, ...]
-    depths: tuple[int, ...]
+    depths: tuple[float, ...]
     seeds: tuple[int, ...] = (0,)
     arms: tuple[str, ...] | None = None
 
@@ -117,7 +123,7 @@ class Grid:
         for budget in self.budgets:
             check_number("budgets", budget, low=1.0)
         for depth in self.depths:
-            check_count("depths", depth, low=1)
+            check_number("depths", depth, low=1.0)
         for seed in self.seeds:
             check_seed("seeds", seed)
 

@@ -83,8 +83,8 @@ class Comparison:
     arm: str
     baseline: str
     best: bool
-    depth: int
-    baseline_depth: int
+    depth: float
+    baseline_depth: float
     num_seeds: int
     loss: float
     baseline_loss: float
@@ -296,11 +296,11 @@ def unpaired(rows: Sequence[Row], baseline: str) -> list[tuple[str, str]]:
             depth, other = best_depth(mine), best_depth(theirs)
             if not at_depth(mine, depth).keys() & at_depth(theirs, other).keys():
                 name = f"{arm} less {baseline} at budget {budget:g}, each at its best size"
-                found.append((name, f"no seed was run at both depth {depth} and depth {other}: run one at both"))
+                found.append((name, f"no seed was run at both depth {depth:g} and depth {other:g}: run one at both"))
     return found
 
 
-def best_depth(rows: Sequence[Row]) -> int:
+def best_depth(rows: Sequence[Row]) -> float:
     """The depth of the lowest mean validation loss, of those with the most seeds."""
     by_depth = {depth: at_depth(rows, depth) for depth in sorted({row.depth for row in rows})}
     most = max(len(group) for group in by_depth.values())
@@ -312,7 +312,7 @@ def best_depth(rows: Sequence[Row]) -> int:
     return min(means, key=lambda depth: means[depth])
 
 
-def at_depth(rows: Iterable[Row], depth: int) -> dict[int, Row]:
+def at_depth(rows: Iterable[Row], depth: float) -> dict[int, Row]:
     """By seed."""
     return {row.seed: row for row in rows if row.depth == depth}
 

@@ -106,7 +106,7 @@ def comparison_table(comparisons: Sequence[Comparison]) -> Table:
             "arm": each.arm,
             "less": each.baseline,
             "budget": f"{each.budget:g}",
-            "depth": best_text(each) if each.best else f"{each.depth}",
+            "depth": best_text(each) if each.best else f"{each.depth:g}",
             "seeds": each.num_seeds,
             "test loss": f"{each.loss:.4f}",
             "baseline's": f"{each.baseline_loss:.4f}",
@@ -119,7 +119,7 @@ def comparison_table(comparisons: Sequence[Comparison]) -> Table:
 
 
 def best_text(each: Comparison) -> str:
-    return f"best with {each.num_seeds} seed{'s' * (each.num_seeds > 1)}: {each.depth}, {each.baseline_depth}"
+    return f"best with {each.num_seeds} seed{'s' * (each.num_seeds > 1)}: {each.depth:g}, {each.baseline_depth:g}"
 
 
 def law_table(laws: Sequence[PowerLaw]) -> Table:

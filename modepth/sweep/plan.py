@@ -68,7 +68,7 @@ class PlannedRun:
 
     arm: str
     budget: float
-    depth: int
+    depth: float
     seed: int
     model: ModelConfig
     train: TrainConfig
@@ -80,7 +80,7 @@ class PlannedRun:
         train = {name: value for name, value in asdict(self.train).items() if name not in WITHOUT_EFFECT}
         whole = [model_config_to_dict(self.model), train, self.data_hash]
         digest = hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:8]
-        return f"{self.arm}-{self.budget:.4g}-d{self.depth}-s{self.seed}-{digest}".replace("+", "")
+        return f"{self.arm}-{self.budget:.4g}-d{self.depth:g}-s{self.seed}-{digest}".replace("+", "")
 
     @cached_property
     def steps(self) -> int:
@@ -138,7 +138,7 @@ def plan_runs(config: SweepConfig, data: DataFacts) -> list[PlannedRun]:
             reason = str(error)
             if isinstance(error, OverflowError):
                 reason = "width or learning rate is beyond any float: lower width_per_layer and the powers of the dial"
-            raise ValueError(f"arm {name} at depth {depth} and budget {budget:g}: {reason}") from error
+            raise ValueError(f"arm {name} at depth {depth:g} and budget {budget:g}: {reason}") from error
     if config.repeats == "refuse":
         check_repeats(list(runs.values()), data)
     return list(runs.values())
@@ -157,7 +157,7 @@ def cells(config: SweepConfig) -> list[Cell]:
     return list(dict.fromkeys(asked))
 
 
-def plan_run(config: SweepConfig, data: DataFacts, name: str, budget: float, depth: int, seed: int) -> PlannedRun:
+def plan_run(config: SweepConfig, data: DataFacts, name: str, budget: float, depth: float, seed: int) -> PlannedRun:
     arm = config.arms[name]
     train: TrainConfig = build(
         TrainConfig,
@@ -191,10 +191,10 @@ def plan_run(config: SweepConfig, data: DataFacts, name: str, budget: float, dep
 # -- sizes
 
 
-def size_arm(config: SweepConfig, data: DataFacts, arm: Arm, depth: int, length: int | None) -> ModelConfig:
+def size_arm(config: SweepConfig, data: DataFacts, arm: Arm, depth: float, length: int | None) -> ModelConfig:
     """The arm's model at a depth of the dial, its layers counted or matched to the dense model."""
     if depth > MAX_LAYERS:
-        raise ValueError(f"depths must be at most {MAX_LAYERS}, got {depth}")
+        raise ValueError(f"depths must be at most {MAX_LAYERS}, got {depth:g}")
     shape = {"dim": config.dial.width(depth), "num_heads": config.dial.heads(depth)}
     shared = {"vocab_size": data.vocab_size, **config.model, **shape}
     own = laid_over(shared, dict(arm.model))
@@ -202,8 +202,8 @@ def size_arm(config: SweepConfig, data: DataFacts, arm: Arm, depth: int, length:
     if own["vocab_size"] < data.vocab_size:
         raise ValueError(f"model.vocab_size must be at least the data's {data.vocab_size}, got {own['vocab_size']}")
     if arm.size == "depth":
-        return with_layers(own, depth)
-    dense = flops.dense(with_layers({**shared, "routing": None}, depth))
+        return with_layers(own, config.dial.layers(depth))
+    dense = flops.dense(with_layers({**shared, "routing": None}, config.dial.layers(depth)))
     return nearest_layers(own, forward(dense, length), length)
 
 
@@ -278,7 +278,7 @@ def check_repeats(runs: Sequence[PlannedRun], data: DataFacts) -> None:
         worst = max(over, key=lambda run: run.epochs)
         have = data.windows("train", worst.length) * worst.length
         raise ValueError(
-            f"{len(over)} of {len(runs)} runs would see a token twice; the worst, {worst.arm} at depth {worst.depth} "
+            f"{len(over)} of {len(runs)} runs would see a token twice; the worst, {worst.arm} at depth {worst.depth:g} "
             f"and budget {worst.budget:g}, needs {worst.tokens:,} tokens of the {have:,} in whole windows: lower the "
             "budget, leave out small depths, prepare more text, or set repeats: flag"
         )

@@ -22,13 +22,13 @@ from typing import Any
 from modepth.textfile import cannot_write, replace_text
 
 FITTED, REPORTED = "validation_loss", "test_loss"
-Cell = tuple[str, float, int, int]  # arm, budget, depth, seed
+Cell = tuple[str, float, float, int]  # arm, budget, depth, seed
 
 
 def cell_name(cell: Cell) -> str:
     """What a run is called in a list of what was left out."""
     arm, budget, depth, seed = cell
-    return f"{arm} at depth {depth}, budget {budget:g}, seed {seed}"
+    return f"{arm} at depth {depth:g}, budget {budget:g}, seed {seed}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Row:
     id: str
     arm: str
     budget: float
-    depth: int
+    depth: float
     seed: int
     layers: int
     width: int
