@@ -44,7 +44,7 @@ def setting(options: argparse.Namespace) -> Row:
 
 def model_of(options: argparse.Namespace, capacity: float, selection: str, vocab_size: int) -> ModelConfig:
     """The model in which every other layer has this capacity: none of them at 0, no router at 1."""
-    losses = LossWeights(router=0.01 if selection == "topk" else 0.0)
+    losses = LossWeights(router=1e-4 if selection == "topk" else 0.0)
     routing = RoutingConfig(capacity=capacity or 1.0, every=2, gate="tanh", selection=selection, losses=losses)
     config = ModelConfig(
         vocab_size=vocab_size, num_layers=options.layers, dim=options.dim, num_heads=2, max_length=512, routing=routing

@@ -24,11 +24,11 @@ from modepth.sweep.config import read_sweep
 from modepth.sweep.executors import Local
 from modepth.sweep.plan import plan_runs, read_facts
 from modepth.sweep.results import Results, as_line
-from modepth.sweep.run import config_of, keep_config, logged_flops, run_sweep
+from modepth.sweep.run import Loop, Progress, config_of, keep_config, logged_flops, run_sweep
 from modepth.train import evaluate
 from tests.documents import blocks, run_commands, smaller, text_of
 from tests.processes import command
-from tests.sweeps import Forked, changed, failed_row, new_row, prepare_text, write_config
+from tests.sweeps import Forked, changed, failed_row, new_row, prepare_text, sweep, write_config
 from tests.test_report import read
 from tests.training import contents, rows_of
 
@@ -489,6 +489,13 @@ def test_progress_says_how_much_is_left(monkeypatch, capsys):
         "3 of 8 runs, 1 failed, 40 % of the FLOPs, about 3 min left",
         "4 of 8 runs, 2 failed, 71 % of the FLOPs, about 80 s left",
     ]
+
+
+def test_a_failed_run_is_neither_done_nor_left(tmp_path):
+    told = []
+    rows = {row.id: row for row in (new_row(id="whole", training_flops=5), failed_row(id="broken", training_flops=7))}
+    Loop(sweep(out=str(tmp_path)), Forked(1), 1, Results(tmp_path / "results.jsonl"), rows, told.append).tell(None)
+    assert told == [Progress(num_done=2, num_failed=1, flops=5, flops_given_up=7, row=None)]
 
 
 # -- the page
