@@ -272,31 +272,35 @@ def power_law(arm: str, optima: Iterable[Optimum], resampled: dict[tuple[str, fl
 # -- arms
 
 
+def opponents(rows: Sequence[Row], baseline: str) -> list[tuple[list[Row], list[Row]]]:
+    """Of every other arm and budget its rows, and the baseline's of that budget if there are any."""
+    groups = grouped(rows)
+    return [
+        (mine, groups[baseline, budget])
+        for (arm, budget), mine in groups.items()
+        if arm != baseline and (baseline, budget) in groups
+    ]
+
+
 def compare(rows: Sequence[Row], baseline: str) -> list[Comparison]:
     """Every other arm less the baseline at each budget: at the best size of each, then size by size."""
-    groups = grouped(rows)
     found = []
-    for (arm, budget), mine in groups.items():
-        theirs = groups.get((baseline, budget), [])
-        if arm != baseline and theirs:
-            depths = sorted({row.depth for row in mine} & {row.depth for row in theirs})
-            pairs = [(best_depth(mine), best_depth(theirs), True)] + [(depth, depth, False) for depth in depths]
-            for depth, other, best in pairs:
-                found += compare_sizes(at_depth(mine, depth), at_depth(theirs, other), best)
+    for mine, theirs in opponents(rows, baseline):
+        depths = sorted({row.depth for row in mine} & {row.depth for row in theirs})
+        pairs = [(best_depth(mine), best_depth(theirs), True)] + [(depth, depth, False) for depth in depths]
+        for depth, other, best in pairs:
+            found += compare_sizes(at_depth(mine, depth), at_depth(theirs, other), best)
     return found
 
 
 def unpaired(rows: Sequence[Row], baseline: str) -> list[tuple[str, str]]:
     """The comparisons at best sizes that cannot be made, since no seed was run at both, and why."""
-    groups = grouped(rows)
     found = []
-    for (arm, budget), mine in groups.items():
-        theirs = groups.get((baseline, budget), [])
-        if arm != baseline and theirs:
-            depth, other = best_depth(mine), best_depth(theirs)
-            if not at_depth(mine, depth).keys() & at_depth(theirs, other).keys():
-                name = f"{arm} less {baseline} at budget {budget:g}, each at its best size"
-                found.append((name, f"no seed was run at both depth {depth:g} and depth {other:g}: run one at both"))
+    for mine, theirs in opponents(rows, baseline):
+        depth, other = best_depth(mine), best_depth(theirs)
+        if not at_depth(mine, depth).keys() & at_depth(theirs, other).keys():
+            name = f"{mine[0].arm} less {baseline} at budget {mine[0].budget:g}, each at its best size"
+            found.append((name, f"no seed was run at both depth {depth:g} and depth {other:g}: run one at both"))
     return found
 
 
