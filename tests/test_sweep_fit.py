@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from modepth.sweep.fit import find_optimum, fit_parabola, fit_rows, t_interval
+from modepth.sweep.fit import find_optimum, fit_parabola, fit_rows
+from modepth.sweep.intervals import fit_slope, t_interval
 from tests.sweeps import failed_row, new_row
 from tests.test_project import loaded
 
@@ -173,6 +174,20 @@ def test_the_t_interval_is_that_of_scipy(values):
         assert low == pytest.approx(high)
 
 
+@given(st.lists(st.tuples(st.integers(-9, 9), st.floats(-1, 1)), max_size=9))
+def test_the_slope_is_that_of_scipy(points):
+    x, y = (np.array(values, dtype=float) for values in (zip(*points, strict=True) if points else ((), ())))
+    if len(points) < 3 or len(set(x)) < 2:
+        assert len(points) == 0 or fit_slope(x, y) is None
+        return
+    slope, interval = fit_slope(x, y)
+    wanted = stats.linregress(x, y)
+    half = stats.t.ppf(0.975, len(x) - 2) * wanted.stderr
+    np.testing.assert_allclose(
+        (slope, *interval), (wanted.slope, wanted.slope - half, wanted.slope + half), rtol=1e-6, atol=1e-6
+    )
+
+
 def test_arms_are_compared_seed_by_seed_in_test_loss():
     """Seeds differ far more than arms: only pairs show the difference."""
     noise = {0: 0.3, 1: -0.2, 2: 0.1, 3: 5.0}
@@ -220,6 +235,31 @@ def test_arms_without_a_common_seed_or_budget_are_not_compared():
     assert reason.startswith("no seed was run at both depth")
 
 
+def test_pairs_of_all_sizes_are_pooled_in_percent_with_what_a_doubling_of_updates_adds():
+    """The planted difference is 1 % at 1000 updates and a quarter of a percent less with each doubling."""
+    steps = {(1e13, 3): 1000, (1e13, 4): 500, (3e13, 3): 4000, (3e13, 4): 2000}
+    rows = [
+        new_row(arm=arm, budget=budget, depth=depth, seed=seed, steps=number, test_loss=(3 + seed) * factor)
+        for (budget, depth), number in steps.items()
+        for seed in range(2)
+        for arm, factor in (("dense", 1.0), ("mod", 1 + (1 - 0.25 * math.log2(number / 1000)) / 100))
+    ]
+    rows.append(new_row(arm="mod", budget=1e14, test_loss=99.0))  # without a partner
+    small, large, whole = fit_rows(rows).pooled
+    assert [(each.budget, each.num_pairs) for each in (small, large, whole)] == [(1e13, 4), (3e13, 4), (None, 8)]
+    assert [each.percent for each in (small, large, whole)] == pytest.approx([1.125, 0.625, 0.875])
+    for each in (small, large, whole):
+        assert (each.arm, each.baseline) == ("mod", "dense")
+        assert each.interval.low < each.percent < each.interval.high
+        assert each.per_doubling == pytest.approx(-0.25)
+        assert each.per_doubling_interval == pytest.approx((-0.25, -0.25))
+
+
+def test_one_pair_has_neither_an_interval_nor_a_slope():
+    (only,) = fit_rows([new_row(), new_row(arm="mod")]).pooled
+    assert (only.num_pairs, only.interval, only.per_doubling) == (1, None, None)
+
+
 def test_the_baseline_is_the_first_dense_arm_unless_named():
     routed = {"model": {"routing": {"capacity": 0.5}}, "train": {}}
     rows = [new_row(arm="mod", config=routed), new_row(arm="plain"), new_row(arm="other")]
@@ -233,7 +273,7 @@ def test_the_baseline_is_the_first_dense_arm_unless_named():
 # -- what it needs
 
 
-@pytest.mark.parametrize("module", ["modepth.sweep.fit", "modepth.sweep.results"])
+@pytest.mark.parametrize("module", ["modepth.sweep.fit", "modepth.sweep.arms", "modepth.sweep.results"])
 def test_fits_load_neither_torch_nor_matplotlib(module):
     assert loaded(f"import {module}") == []
 

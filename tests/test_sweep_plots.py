@@ -185,7 +185,8 @@ def test_the_page_says_what_was_fitted_refused_compared_and_left_out(rows, tmp_p
     assert all((tmp_path / f"{name}.svg").exists() for name in names)
     page = read(tmp_path / "sweep.html")
     assert len(page.of("img")) == 4
-    assert page.text("h2") == ["Arms compared", "Best size against budget", "Left out", "Runs"]
+    headings = ["Arms compared", "Arms compared over all sizes", "Best size against budget", "Left out", "Runs"]
+    assert page.text("h2") == headings
     cells = page.text("td")
     assert "not run yet" in cells
     assert "diverged: the loss is not finite" in cells
@@ -193,6 +194,8 @@ def test_the_page_says_what_was_fitted_refused_compared_and_left_out(rows, tmp_p
         assert f"{each.loss:.4f}" in cells
     for each in fit.comparisons:
         assert f"{each.difference:+.4f}" in cells
+    for each in fit.pooled:
+        assert f"{each.percent:+.2f}" in cells
     few = [row for row in rows if row.depth < 5]
     write_sweep_page(few, fit_rows(few), tmp_path / "few")
     assert "2 sizes: a parabola needs 3 or more" in read(tmp_path / "few" / "sweep.html").text("td")

@@ -210,7 +210,7 @@ def outcome(row: Row) -> str:
 def run_fit(options: argparse.Namespace) -> None:
     # Here, because the other commands need no scipy.
     from modepth.sweep.fit import fit_rows  # noqa: PLC0415
-    from modepth.sweep.page import comparison_table, law_table, optimum_table  # noqa: PLC0415
+    from modepth.sweep.page import comparison_table, law_table, optimum_table, pooled_table  # noqa: PLC0415
 
     config, _, runs = read_plan(options)
     rows = planned_rows(config, runs)
@@ -220,6 +220,9 @@ def run_fit(options: argparse.Namespace) -> None:
     if fit.comparisons:
         print(f"\nArms less {fit.baseline}, in test loss")
         print_rows(comparison_table(fit.comparisons))
+    if fit.pooled:
+        print(f"\nArms less {fit.baseline} over all sizes, in percent of its test loss")
+        print_rows(pooled_table(fit.pooled))
     print("\nBest size against budget")
     print_rows(law_table(fit.power_laws))
     left_out = [*fit.left_out, *((name, "not run yet") for name in missing(runs, rows))]

@@ -26,7 +26,8 @@ from modepth.plots.style import (
     printable,
     text_width,
 )
-from modepth.sweep.fit import Fit, Optimum, PowerLaw, arms_of
+from modepth.sweep.arms import arms_of
+from modepth.sweep.fit import Fit, Optimum, PowerLaw
 from modepth.sweep.results import FITTED, Row
 
 PANEL_WIDTH, PANEL_HEIGHT = 2.0, 1.6  # inches

@@ -2,36 +2,24 @@
 
 Per arm and budget, a parabola through the validation losses in the logarithm of the parameters; its lowest point is
 the optimum, and its interval comes from resampled residuals. No optimum is claimed from fewer than three sizes, from
-a curve that bends the wrong way, or at the edge of what was tried. Arms are compared by differences between runs of
-the same seed, which share the order of the data: with a t-interval, in test loss, which nothing was chosen by.
+a curve that bends the wrong way, or at the edge of what was tried. Arms are compared in `modepth.sweep.arms`.
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-try:
-    from scipy.special import ndtri, stdtrit
-except ImportError as error:
-    raise ImportError("fits need scipy: pip install 'modepth[plots]'") from error
+from modepth.sweep.arms import Comparison, Pooled, arms_of, baseline_of, compare, grouped, pool, unpaired
+from modepth.sweep.intervals import Array, Interval, interval_of, wider_than_normal
+from modepth.sweep.results import FITTED, Row
 
-from modepth.sweep.results import FITTED, REPORTED, Row
-
-Array = NDArray[np.float64]
-CONFIDENCE = 0.95
 RESAMPLES = 2000
 MAX_WITHOUT_MINIMUM = 0.05  # share of the resamples, beyond which there is no interval
 FEWEST_SIZES = FEWEST_BUDGETS = 3
-
-
-class Interval(NamedTuple):
-    low: float
-    high: float
 
 
 class Parabola(NamedTuple):
@@ -73,27 +61,6 @@ class Optimum:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """An arm less the baseline, in test loss, over the seeds that both have.
-
-    best    each at its own best size by validation loss, of those with the most seeds; else both at one depth
-    """
-
-    budget: float
-    arm: str
-    baseline: str
-    best: bool
-    depth: float
-    baseline_depth: float
-    num_seeds: int
-    loss: float
-    baseline_loss: float
-    difference: float
-    interval: Interval | None
-    percent: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class PowerLaw:
     """Best parameters = factor * budget ** exponent; or why none is claimed."""
 
@@ -112,6 +79,7 @@ class Fit:
     baseline: str
     optima: tuple[Optimum, ...]
     comparisons: tuple[Comparison, ...]
+    pooled: tuple[Pooled, ...]
     power_laws: tuple[PowerLaw, ...]
     left_out: tuple[tuple[str, str], ...]
 
@@ -132,29 +100,13 @@ def fit_rows(rows: Sequence[Row], baseline: str | None = None) -> Fit:
         baseline=base,
         optima=tuple(optima),
         comparisons=tuple(compare(finished, base)),
+        pooled=tuple(pool(finished, base)),
         power_laws=tuple(power_law(arm, optima, resampled) for arm in arms_of(finished)),
         left_out=(
             *((row.name, row.reason or "no reason given") for row in rows if not row.finished),
             *unpaired(finished, base),
         ),
     )
-
-
-def baseline_of(rows: Sequence[Row]) -> str:
-    """The first arm that is dense, else the first."""
-    return next((row.arm for row in rows if row.dense), rows[0].arm)
-
-
-def arms_of(rows: Iterable[Row]) -> list[str]:
-    return list(dict.fromkeys(row.arm for row in rows))
-
-
-def grouped(rows: Iterable[Row]) -> dict[tuple[str, float], list[Row]]:
-    """By arm and budget, budgets in order."""
-    groups: dict[tuple[str, float], list[Row]] = defaultdict(list)
-    for row in sorted(rows, key=lambda row: row.budget):
-        groups[row.arm, row.budget].append(row)
-    return groups
 
 
 # -- the optimum of one arm at one budget
@@ -224,8 +176,7 @@ def resample(curve: Parabola, x: Array, y: Array) -> tuple[Array | None, Array |
     fitted = columns @ np.array(curve[1:])
     # As wide as the noise, not as what a fit leaves of it; and wider, as a t is than a normal, since few residuals
     # do not say how wide that is.
-    level = (1 + CONFIDENCE) / 2
-    wider = math.sqrt(len(y) / num_free) * stdtrit(num_free, level) / ndtri(level)
+    wider = math.sqrt(len(y) / num_free) * wider_than_normal(num_free)
     residuals = (y - fitted) * wider
     drawn = np.random.default_rng(0).choice(residuals - residuals.mean(), size=(RESAMPLES, len(y)))
     a, b, c = np.linalg.pinv(columns) @ (fitted + drawn).T
@@ -236,11 +187,6 @@ def resample(curve: Parabola, x: Array, y: Array) -> tuple[Array | None, Array |
         vertices = np.where(good, np.exp(curve.centre - b / (2 * c)), np.nan)
         lowest = np.where(good, a - b**2 / (4 * c), np.nan)
     return vertices, lowest, None
-
-
-def interval_of(values: Array) -> Interval:
-    low, high = np.nanquantile(values, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    return Interval(float(low), float(high))
 
 
 # -- across budgets
@@ -267,92 +213,3 @@ def power_law(arm: str, optima: Iterable[Optimum], resampled: dict[tuple[str, fl
         interval=interval,
         factor=float(np.exp(start - exponent * budgets.mean())),
     )
-
-
-# -- arms
-
-
-def opponents(rows: Sequence[Row], baseline: str) -> list[tuple[list[Row], list[Row]]]:
-    """Of every other arm and budget its rows, and the baseline's of that budget if there are any."""
-    groups = grouped(rows)
-    return [
-        (mine, groups[baseline, budget])
-        for (arm, budget), mine in groups.items()
-        if arm != baseline and (baseline, budget) in groups
-    ]
-
-
-def compare(rows: Sequence[Row], baseline: str) -> list[Comparison]:
-    """Every other arm less the baseline at each budget: at the best size of each, then size by size."""
-    found = []
-    for mine, theirs in opponents(rows, baseline):
-        depths = sorted({row.depth for row in mine} & {row.depth for row in theirs})
-        pairs = [(best_depth(mine), best_depth(theirs), True)] + [(depth, depth, False) for depth in depths]
-        for depth, other, best in pairs:
-            found += compare_sizes(at_depth(mine, depth), at_depth(theirs, other), best)
-    return found
-
-
-def unpaired(rows: Sequence[Row], baseline: str) -> list[tuple[str, str]]:
-    """The comparisons at best sizes that cannot be made, since no seed was run at both, and why."""
-    found = []
-    for mine, theirs in opponents(rows, baseline):
-        depth, other = best_depth(mine), best_depth(theirs)
-        if not at_depth(mine, depth).keys() & at_depth(theirs, other).keys():
-            name = f"{mine[0].arm} less {baseline} at budget {mine[0].budget:g}, each at its best size"
-            found.append((name, f"no seed was run at both depth {depth:g} and depth {other:g}: run one at both"))
-    return found
-
-
-def best_depth(rows: Sequence[Row]) -> float:
-    """The depth of the lowest mean validation loss, of those with the most seeds."""
-    by_depth = {depth: at_depth(rows, depth) for depth in sorted({row.depth for row in rows})}
-    most = max(len(group) for group in by_depth.values())
-    means = {
-        depth: np.mean([getattr(row, FITTED) for row in group.values()])
-        for depth, group in by_depth.items()
-        if len(group) == most
-    }
-    return min(means, key=lambda depth: means[depth])
-
-
-def at_depth(rows: Iterable[Row], depth: float) -> dict[int, Row]:
-    """By seed."""
-    return {row.seed: row for row in rows if row.depth == depth}
-
-
-def compare_sizes(mine: dict[int, Row], theirs: dict[int, Row], best: bool) -> list[Comparison]:
-    """One comparison, or none if no seed is in both."""
-    seeds = sorted(set(mine) & set(theirs))
-    if not seeds:
-        return []
-    ours, base = (np.array([getattr(rows[seed], REPORTED) for seed in seeds]) for rows in (mine, theirs))
-    one, other = mine[seeds[0]], theirs[seeds[0]]
-    return [
-        Comparison(
-            budget=one.budget,
-            arm=one.arm,
-            baseline=other.arm,
-            best=best,
-            depth=one.depth,
-            baseline_depth=other.depth,
-            num_seeds=len(seeds),
-            loss=float(ours.mean()),
-            baseline_loss=float(base.mean()),
-            difference=float((ours - base).mean()),
-            interval=t_interval(ours - base),
-            percent=float(100 * (ours - base).mean() / base.mean()),
-        )
-    ]
-
-
-def t_interval(values: Array) -> Interval | None:
-    """Of the mean of independent values; None for one value.
-
-    >>> [round(end, 4) for end in t_interval(np.array([1.0, 2.0, 3.0]))]
-    [-0.4841, 4.4841]
-    """
-    if len(values) < 2:
-        return None
-    half = float(stdtrit(len(values) - 1, (1 + CONFIDENCE) / 2) * values.std(ddof=1) / math.sqrt(len(values)))
-    return Interval(float(values.mean() - half), float(values.mean() + half))

@@ -18,7 +18,9 @@ from modepth.plots.isoflop import (
 )
 from modepth.plots.style import FORMATS
 from modepth.report import Table, write_report
-from modepth.sweep.fit import Comparison, Fit, Interval, Optimum, PowerLaw
+from modepth.sweep.arms import Comparison, Pooled
+from modepth.sweep.fit import Fit, Optimum, PowerLaw
+from modepth.sweep.intervals import Interval
 from modepth.sweep.results import Row
 
 FIGURES = ("loss_against_parameters", "loss_against_forward_flops", "optimum_against_budget", "step_time_ratio")
@@ -31,6 +33,11 @@ INTRO = (
     "resampled residuals."
 )
 
+POOLED = (
+    "Percent of the baseline's test loss, over all pairs of one budget, depth and seed, as if each were a draw of its "
+    "own; and what is added as the baseline's updates double."
+)
+
 
 def write_sweep_page(rows: Sequence[Row], fit: Fit, out: Path, *, missing: Sequence[str] = ()) -> list[Path]:
     """Write the page and the pictures; the paths of what was written. `missing` names runs without a row."""
@@ -39,6 +46,7 @@ def write_sweep_page(rows: Sequence[Row], fit: Fit, out: Path, *, missing: Seque
     left_out += [{"run": name, "reason": "not run yet"} for name in missing]
     sections: list[tuple[str, str, Table]] = [
         ("Arms compared", "Test loss, differences over the seeds that both have.", comparison_table(fit.comparisons)),
+        ("Arms compared over all sizes", POOLED, pooled_table(fit.pooled)),
         ("Best size against budget", "", law_table(fit.power_laws)),
         ("Left out", "" if left_out else "No run was left out.", left_out),
         ("Runs", "", run_table(rows)),
@@ -120,6 +128,22 @@ def comparison_table(comparisons: Sequence[Comparison]) -> Table:
 
 def best_text(each: Comparison) -> str:
     return f"best with {each.num_seeds} seed{'s' * (each.num_seeds > 1)}: {each.depth:g}, {each.baseline_depth:g}"
+
+
+def pooled_table(pooled: Sequence[Pooled]) -> Table:
+    return [
+        {
+            "arm": each.arm,
+            "less": each.baseline,
+            "budget": "all" if each.budget is None else f"{each.budget:g}",
+            "pairs": each.num_pairs,
+            "percent": f"{each.percent:+.2f}",
+            "95 %": spanned(each.interval, "{:+.2f}".format) or "one pair: none",
+            "per doubling of updates": None if each.per_doubling is None else f"{each.per_doubling:+.2f}",
+            "95 % ": spanned(each.per_doubling_interval, "{:+.2f}".format),
+        }
+        for each in pooled
+    ]
 
 
 def law_table(laws: Sequence[PowerLaw]) -> Table:
