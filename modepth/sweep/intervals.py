@@ -55,10 +55,10 @@ def fit_slope(x: Array, y: Array) -> tuple[float, Interval] | None:
     >>> round(slope, 4), [round(end, 4) for end in interval]
     (0.8, [-1.0255, 2.6255])
     """
+    if len(x) < 3 or len(set(x)) == 1:
+        return None
     x = x - x.mean()
     spread = float(x @ x)
-    if len(x) < 3 or spread == 0:
-        return None
     slope = float(x @ y) / spread
     residuals = y - y.mean() - slope * x
     half = t_quantile(len(x) - 2) * math.sqrt(float(residuals @ residuals) / (len(x) - 2) / spread)
