@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from modepth.layer import MixtureOfDepths
     from modepth.loading import load
     from modepth.model import Output, Transformer, check_tokens
+    from modepth.ready import ready_to_generate
     from modepth.routing import Router, Routing, apply_routed, num_routed
     from modepth.sampling import Sampling
     from modepth.trace import record
@@ -38,6 +39,7 @@ __all__ = [
     "losses",
     "num_routed",
     "output_size",
+    "ready_to_generate",
     "recommended_defaults",
     "record",
     "stream",
@@ -52,6 +54,7 @@ _HOMES = {
     "layer": ("MixtureOfDepths",),
     "loading": ("load",),
     "model": ("Output", "Transformer", "check_tokens"),
+    "ready": ("ready_to_generate",),
     "routing": ("Router", "Routing", "apply_routed", "num_routed"),
     "sampling": ("Sampling",),
     "trace": ("record",),

@@ -1,17 +1,17 @@
 """The parts of a decoder layer: attention with rotary positions, and the feed-forward.
 
-Shapes: B batch, T tokens, D width, H heads, E width of a head.
+Shapes: B batch, T tokens, D width, H heads, G heads of keys and values, E width of a head.
 """
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from modepth.attention import causal_attention
 from modepth.cache import NewTokens
 from modepth.config import ModelConfig
+from modepth.fused import rotate, swiglu
 from modepth.routing import Routing
 
 
@@ -39,15 +39,19 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)
         self.o_proj = nn.Linear(config.dim, config.dim, bias=False)
 
+    def project(self, x_BTD: Tensor, rope_BTE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys, turned, and values, each (B, T, H or G, E)."""
+        q_BTHE, k_BTGE, v_BTGE = (
+            each(x_BTD).unflatten(-1, (-1, self.head_dim)) for each in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return rotate(q_BTHE, rope_BTE), rotate(k_BTGE, rope_BTE), v_BTGE
+
     def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
-        heads = (-1, self.head_dim)
-        q_BTHE = rotate(self.q_proj(x_BTD).unflatten(-1, heads), context.rope_BTE)
-        k_BTHE = rotate(self.k_proj(x_BTD).unflatten(-1, heads), context.rope_BTE)
-        v_BTHE = self.v_proj(x_BTD).unflatten(-1, heads)
+        q_BTHE, k_BTGE, v_BTGE = self.project(x_BTD, context.rope_BTE)
         if context.new is not None:
-            return self.o_proj(context.new.attend(self.number, q_BTHE, k_BTHE, v_BTHE).flatten(2))
+            return self.o_proj(context.new.attend(self.number, q_BTHE, k_BTGE, v_BTGE).flatten(2))
         # Routed tokens are sorted by position and padding comes last, so lower triangular is right for all.
-        q_BHTE, k_BGTE, v_BGTE = (each.transpose(1, 2) for each in (q_BTHE, k_BTHE, v_BTHE))
+        q_BHTE, k_BGTE, v_BGTE = (each.transpose(1, 2) for each in (q_BTHE, k_BTGE, v_BTGE))
         out_BHTE = causal_attention(q_BHTE, k_BGTE, v_BGTE, self.dropout if self.training else 0.0)
         return self.o_proj(out_BHTE.transpose(1, 2).flatten(2))
 
@@ -61,8 +65,11 @@ class FeedForward(nn.Module):
         self.up_proj = nn.Linear(config.dim, config.mlp_width, bias=False)
         self.down_proj = nn.Linear(config.mlp_width, config.dim, bias=False)
 
+    def project(self, x_BTD: Tensor) -> tuple[Tensor, ...]:
+        return self.gate_proj(x_BTD), self.up_proj(x_BTD)
+
     def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))
+        return self.down_proj(swiglu(*self.project(x_BTD)))
 
 
 def rotary(position_BT: Tensor, head_dim: int, theta: float) -> Tensor:
@@ -70,10 +77,3 @@ def rotary(position_BT: Tensor, head_dim: int, theta: float) -> Tensor:
     exponent = torch.arange(0, head_dim, 2, device=position_BT.device).float() / head_dim
     angle = position_BT.unsqueeze(-1).float() * (1.0 / theta**exponent)
     return torch.cat((angle.cos(), angle.sin()), dim=-1)
-
-
-def rotate(x_BTHE: Tensor, rope_BTE: Tensor) -> Tensor:
-    """Turn the pairs (i, i + E/2) of every head by their position's angle."""
-    cos, sin = rope_BTE.unsqueeze(2).chunk(2, dim=-1)
-    left, right = x_BTHE.chunk(2, dim=-1)
-    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)

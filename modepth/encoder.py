@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from modepth.blocks import rotary, rotate
+from modepth.blocks import rotary
 from modepth.config import ModelConfig, RoutingConfig
+from modepth.fused import rotate
 from modepth.routing import Router, apply_routed, real_tokens
 from modepth.validation import check_choice, check_count, check_flag, check_number, check_tensor, is_number, shown
 

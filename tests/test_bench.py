@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from modepth.bench import contest
-from modepth.bench.contest import Shape, compared, run_cell
+from modepth.bench.contest import Shape, compared, contestants, run_cell
 from modepth.bench.table import bench_table
 from modepth.bench.worker import Bench
 from modepth.cli import main
@@ -36,6 +36,23 @@ def test_contestants_of_a_training_cell_compute_the_same_tokens_and_weigh_the_sa
     assert rows["routed"]["peak_bytes"] < 0.95 * rows["dense"]["peak_bytes"]
     assert 0 < rows["routed"]["lowest"] <= rows["routed"]["of_dense"] <= rows["routed"]["highest"]
     assert rows["dense"]["of_dense"] == 1.0
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("small")
+def test_compiled_contestants_compute_the_same_tokens():
+    rows = {row["contestant"]: row for row in run_cell(Shape("train", 64, 128, 2, 0.25), 1, 1, None, compiled=True)}
+    assert list(rows)[4:] == ["dense_compiled", "routed_compiled"]
+    assert rows["routed_compiled"]["computed"] == [256, 64, 256]
+    assert rows["routed_compiled"]["of_dense"] > 0
+
+
+def test_who_takes_part_depends_on_the_task():
+    ours = ["dense", "routed", "llama", "converted"]
+    for task in ("train", "prefill", "decode"):
+        assert [name for name, _ in contestants(task, None, compiled=False)] == ours
+        more = ["dense_compiled", "routed_compiled"] if task == "train" else []
+        assert [name for name, _ in contestants(task, None, compiled=True)] == ours + more
 
 
 @pytest.mark.usefixtures("small")
@@ -64,6 +81,34 @@ def test_ratios_are_those_of_each_round_and_the_ideal_swaps_the_routed_blocks():
     }
     row = compared(times, "routed")
     assert row == {"ms": 1500.0, "of_dense": 0.75, "lowest": 0.5, "highest": 0.9, "ideal_of_dense": 0.6}
+
+
+def generation(num_logits):
+    """A bench whose contestant makes logits so many times; blocks take 100 s of the prompt, 1 s of each token after."""
+    bench = Bench("anywhere.py")
+    bench.model = torch.nn.Module()
+    bench.model.lm_head = torch.nn.Identity()
+    bench.tokens = torch.zeros(2, 9)
+
+    def generate(tokens, count):
+        assert tokens.shape == (2, 7)
+        for number in range(num_logits):
+            bench.entry.block_seconds += 1 if number else 100
+            bench.model.lm_head(tokens)
+
+    bench.entry = SimpleNamespace(generate=generate, block_seconds=5.0)
+    return bench
+
+
+def test_a_tokens_time_is_without_the_prompts():
+    answer = generation(4).decode(prompt=7, count=4)
+    assert answer["blocks"] == 1.0
+    assert 0 < answer["seconds"] < 1
+
+
+def test_logits_that_are_not_made_once_a_token_are_refused():
+    with pytest.raises(ValueError, match="4 tokens were asked for, 3 times logits were made"):
+        generation(3).decode(prompt=7, count=4)
 
 
 @pytest.mark.parametrize("size", [10**6, 2 * 10**6])
@@ -107,6 +152,12 @@ def test_a_line_of_the_table_has_ratios_to_dense_and_of_the_converted_to_its_own
         "mixture_of_depth": "",
         "memory": "0.500",
     }
+
+
+def test_compiled_steps_have_columns_where_there_are_some():
+    head, line = bench_table([*ROWS, row_of("dense_compiled", 0.9, peak_bytes=100, ms=9.0)])
+    assert dict(zip(head, line, strict=True))["dense_compiled"] == "0.900 (0.90-0.90)"
+    assert "routed_compiled" not in head
 
 
 def step_rows():

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from modepth import flops
 from modepth.bench.peers import PEERS, peer_python
@@ -25,17 +25,33 @@ Task = Literal["train", "prefill", "decode"]
 HERE = Path(__file__).parent
 VOCABULARY = 2048
 TOKENS = 4096  # of a training step and of a prefill
-LAYERS = {256: 9, 512: 6, 1024: 4}  # by width: of training and prefill, what six processes have the memory for
-DECODE_LAYERS, PROMPT, NEW_TOKENS = 12, 495, 17  # the first new token is the prompt's
+# Of training and prefill, by width: what six processes have the memory for, and odd, so that every implementation means
+# the same by every other layer.
+LAYERS = {256: 9, 512: 7, 1024: 5}
+DECODE_LAYERS, PROMPT, NEW_TOKENS = 12, 479, 33  # the first new token is the prompt's
 
-# By name: file of the contestant, whether it is routed, whether it generates as it trained.
+# glibc gives large blocks back to the system, which takes 1 to 4 % of a training step; no contestant is to gain or lose
+# by where its blocks happen to lie.
+KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+
+
+class Contestant(NamedTuple):
+    file: str
+    routed: bool
+    tasks: tuple[Task, ...] = ("train", "prefill", "decode")
+    compiled: bool = False
+
+
 CONTESTANTS = {
-    "dense": ("native", False, True),
-    "routed": ("native", True, True),
-    "llama": ("llama", False, True),
-    "converted": ("converted", True, True),
-    "soup": ("soup", True, False),
-    "mixture_of_depth": ("mixture_of_depth", True, False),
+    "dense": Contestant("native", routed=False),
+    "routed": Contestant("native", routed=True),
+    "llama": Contestant("llama", routed=False),
+    "converted": Contestant("converted", routed=True),
+    # These do not generate as they trained.
+    "soup": Contestant("soup", routed=True, tasks=("train", "prefill")),
+    "mixture_of_depth": Contestant("mixture_of_depth", routed=True, tasks=("train", "prefill")),
+    "dense_compiled": Contestant("native", routed=False, tasks=("train",), compiled=True),
+    "routed_compiled": Contestant("native", routed=True, tasks=("train",), compiled=True),
 }
 
 
@@ -64,10 +80,11 @@ class Shape:
             routing=RoutingConfig(capacity=self.capacity, every=2),
         )
 
-    def order(self, routed: bool, threads: int) -> dict[str, Any]:
+    def order(self, routed: bool, threads: int, compiled: bool = False) -> dict[str, Any]:
         """As a worker is told it."""
         config = self.config
         return {
+            "task": self.task,
             "vocab_size": config.vocab_size,
             "num_layers": config.num_layers,
             "dim": config.dim,
@@ -78,6 +95,7 @@ class Shape:
             "threads": threads,
             "capacity": self.capacity if routed else None,
             "routed_layers": list(config.routed_layers),
+            "compiled": compiled,
         }
 
     @property
@@ -94,20 +112,19 @@ class Worker:
     """A contestant's process; leaving the block ends it."""
 
     def __init__(self, name: str, python: Path, threads: int) -> None:
-        file, self.routed, _ = CONTESTANTS[name]
-        self.name, self.threads = name, threads
+        self.name, self.threads, self.kind = name, threads, CONTESTANTS[name]
         self.built: dict[str, Any] = {}
         self.process = subprocess.Popen(
-            [python, HERE / "worker.py", HERE / "contestants" / f"{file}.py"],
+            [python, HERE / "worker.py", HERE / "contestants" / f"{self.kind.file}.py"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+            env={**os.environ, **KEEP_FREED_MEMORY, "OMP_NUM_THREADS": str(threads)},
         )
 
     def build(self, shape: Shape) -> None:
-        self.built = self.do("build", shape=shape.order(self.routed, self.threads))
+        self.built = self.do("build", shape=shape.order(self.kind.routed, self.threads, self.kind.compiled))
 
     def __enter__(self) -> Self:
         return self
@@ -131,26 +148,29 @@ class Worker:
         return answer
 
 
-def contestants(task: Task, peers: Path | None) -> Iterator[tuple[str, Path]]:
+def contestants(task: Task, peers: Path | None, compiled: bool) -> Iterator[tuple[str, Path]]:
     """Who takes part, and with which Python."""
-    for name, (_, _, generates) in CONTESTANTS.items():
+    for name, kind in CONTESTANTS.items():
+        if task not in kind.tasks or kind.compiled > compiled:
+            continue
         python = Path(sys.executable)
         if name in PEERS:
             found = None if peers is None else peer_python(peers, name)
             if found is None:
                 continue
             python = found
-        if generates or task != "decode":
-            yield name, python
+        yield name, python
 
 
-def run_cell(shape: Shape, rounds: int, threads: int, peers: Path | None) -> list[dict[str, Any]]:
+def run_cell(
+    shape: Shape, rounds: int, threads: int, peers: Path | None, compiled: bool = False
+) -> list[dict[str, Any]]:
     """A row for each contestant; a peer that fails has a row that says so."""
     told = {**asdict(shape), "num_layers": shape.num_layers, "flop_ratio": round(shape.flop_ratio, 4)}
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
         workers = []
-        for name, python in contestants(shape.task, peers):
+        for name, python in contestants(shape.task, peers, compiled):
             worker = stack.enter_context(Worker(name, python, threads))
             try:
                 worker.build(shape)
@@ -180,7 +200,7 @@ def compared(times: Mapping[str, Sequence[Mapping[str, float]]], name: str) -> d
         "lowest": ratios[0],
         "highest": ratios[-1],
     }
-    if name == "routed" and pairs[0][0].get("blocks"):
+    if name == "routed" and pairs[0][1].get("blocks"):
         # The dense step, in which the routed layers' blocks take what they took for the tokens that were routed.
         row["ideal_of_dense"] = statistics.median(
             (dense["seconds"] - dense["blocks"] + own["blocks"]) / dense["seconds"] for own, dense in pairs

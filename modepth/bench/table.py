@@ -12,7 +12,9 @@ def bench_table(rows: Sequence[Row]) -> list[list[str]]:
 
     That is the ratio of FLOPs; for generation, a dense step whose routed blocks take what they took for routed tokens.
     """
-    table = [[*CELL, "routed", "least", "converted", "llama", "soup", "mixture_of_depth", "memory"]]
+    others = ["llama", "soup", "mixture_of_depth"]
+    others += [name for name in ("dense_compiled", "routed_compiled") if any(row["contestant"] == name for row in rows)]
+    table = [[*CELL, "routed", "least", "converted", *others, "memory"]]
     for cell in dict.fromkeys(tuple(row[name] for name in CELL) for row in rows):
         found = {row["contestant"]: row for row in rows if tuple(row[name] for name in CELL) == cell}
         routed, dense = found["routed"], found["dense"]
@@ -25,7 +27,7 @@ def bench_table(rows: Sequence[Row]) -> list[list[str]]:
                 spread(routed),
                 f"{least:.3f}",
                 f"{converted:.3f}",
-                *(spread(found.get(name)) for name in ("llama", "soup", "mixture_of_depth")),
+                *(spread(found.get(name)) for name in others),
                 memory,
             ]
         )

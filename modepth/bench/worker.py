@@ -3,7 +3,7 @@
     python worker.py CONTESTANT.py
 
 It imports nothing of ours, so that it runs in a peer's environment too. A contestant's file has `build(shape)`, which
-returns something with `model`, `layers` (each with an `mlp`), `loss(tokens)`, `prefill(tokens)` and
+returns something with `model` (with an `lm_head`), `layers` (each with an `mlp`), `loss(tokens)`, `prefill(tokens)` and
 `generate(tokens, count)`; where it knows how long its routed layers' blocks took, `block_seconds` says so.
 
 All contestants take the same step here: forward, backward, clipping, AdamW.
@@ -84,19 +84,21 @@ class Bench:
         return {"seconds": time.perf_counter() - start}
 
     def decode(self, prompt: int, count: int) -> dict[str, float]:
-        """A token after the first, on average: the prompt's own time is taken away."""
+        """A token after the first, on average: from logits to logits, so without the prompt's own time."""
         self.model.eval()
-        tokens = self.tokens[:, :prompt]
-        first, first_blocks = self.generation(tokens, 1)
-        whole, whole_blocks = self.generation(tokens, count)
-        return {"seconds": (whole - first) / (count - 1), "blocks": (whole_blocks - first_blocks) / (count - 1)}
+        moments: list[tuple[float, float]] = []
 
-    def generation(self, tokens: torch.Tensor, count: int) -> tuple[float, float]:
-        blocks = getattr(self.entry, "block_seconds", 0.0)
-        start = time.perf_counter()
+        def note(*_: object) -> None:
+            moments.append((time.perf_counter(), getattr(self.entry, "block_seconds", 0.0)))
+
+        hook = self.model.lm_head.register_forward_hook(note)
         with torch.inference_mode():
-            self.entry.generate(tokens, count)
-        return time.perf_counter() - start, getattr(self.entry, "block_seconds", 0.0) - blocks
+            self.entry.generate(self.tokens[:, :prompt], count)
+        hook.remove()
+        if len(moments) != count:
+            raise ValueError(f"{count} tokens were asked for, {len(moments)} times logits were made")
+        seconds, blocks = ((last - first) / (count - 1) for first, last in zip(moments[0], moments[-1], strict=True))
+        return {"seconds": seconds, "blocks": blocks}
 
 
 def counter(computed: list[int], number: int) -> Any:

@@ -45,6 +45,11 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32], metavar="B", help="rows of a decode")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="default: %(default)s")
     parser.add_argument("--threads", type=int, metavar="N", help="of each contestant (default: torch's)")
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="also our training steps compiled, half a minute each; in an OUT of its own",
+    )
     parser.add_argument("--peers", type=Path, metavar="DIR", help="environments of the peers, installed if need be")
     parser.set_defaults(run=run)
 
@@ -66,7 +71,7 @@ def run(options: argparse.Namespace) -> None:
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     todo = [shape for shape in wanted if not any(asdict(shape).items() <= row.items() for row in rows)]
     for shape in tqdm(todo, unit="cell"):
-        measured = run_cell(shape, options.rounds, threads, options.peers)
+        measured = run_cell(shape, options.rounds, threads, options.peers, options.compile)
         with path.open("a") as file:
             file.write("".join(json.dumps(row) + "\n" for row in measured))
         rows += measured

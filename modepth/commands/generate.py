@@ -16,6 +16,7 @@ from modepth.config import ModelConfig, RoutingConfig, Rule
 from modepth.generation import Row, note_layers, run_rows, start_rows
 from modepth.loading import load_native
 from modepth.model import Transformer
+from modepth.ready import ready_to_generate
 from modepth.run_data import data_of, held_out_tokens
 from modepth.sampling import Sampling
 from modepth.text_stream import TextStream
@@ -67,7 +68,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 
 def run(options: argparse.Namespace) -> None:
-    model, tokenizer = load_native(options.folder), load_tokenizer(options.folder)
+    model, tokenizer = ready_to_generate(load_native(options.folder)), load_tokenizer(options.folder)
     routing = routing_for(model, options)
     sampling = Sampling(
         max_tokens=options.max_tokens,

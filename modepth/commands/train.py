@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import yaml
 
+from modepth.allocator import keep_freed_memory
 from modepth.commands.table import print_table
 from modepth.config import RunConfig, TrainConfig, build, read_plain
 from modepth.flags import add_flags, flags_given, laid_over
@@ -132,6 +133,7 @@ def run_train(options: argparse.Namespace) -> None:
         return
     if options.tensorboard:
         check_tensorboard()
+    keep_freed_memory()
     world = join_world()
     try:
         train_in(world, job, options)

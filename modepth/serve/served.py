@@ -13,6 +13,7 @@ from modepth.calibration import calibrate
 from modepth.config import RoutingConfig
 from modepth.loading import load_native, require_transformers
 from modepth.model import Transformer
+from modepth.ready import ready_to_generate
 from modepth.run_data import data_of, held_out_tokens
 from modepth.runlog import RunLog
 from modepth.serve.chat import ChatTemplate, find_template
@@ -57,7 +58,7 @@ def open_served(
         folder, name = SHIPPED, name or "modepth"
     if not folder.is_dir():
         raise ValueError(f"{folder}: not a folder: name a run, or a Hugging Face model's folder")
-    model = load_native(folder) if (folder / "checkpoints").is_dir() else open_native(folder)
+    model = ready_to_generate(load_native(folder) if (folder / "checkpoints").is_dir() else open_native(folder))
     tokenizer = load_tokenizer(folder)
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ValueError(

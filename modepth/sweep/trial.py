@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from modepth.allocator import keep_freed_memory
 from modepth.config import ModelConfig, TrainConfig, build, model_config_from_dict
 from modepth.files import read_json, remove
 from modepth.model import Transformer
@@ -61,6 +62,7 @@ def perform(folder: Path) -> None:
         return
     trial = read_json(folder / "trial.json")
     torch.set_num_threads(trial["threads"])
+    keep_freed_memory()
     world = join_world()
     model_config = model_config_from_dict(trial["config"]["model"])
     train_config: TrainConfig = build(TrainConfig, trial["config"]["train"], where="train.")

@@ -12,6 +12,7 @@ from modepth.config import ModelConfig, RoutingConfig
 from modepth.cross_entropy import IGNORED
 from modepth.generation import generate
 from modepth.model import Transformer
+from modepth.ready import ready_to_generate
 from modepth.sampling import Sampling
 
 
@@ -30,17 +31,27 @@ def build(shape: dict[str, Any]) -> "Native":
     if routing is not None:
         # Random weights route their capacity only when told at what score.
         routing = calibrate(model, torch.randint(config.vocab_size, (4, shape["length"])), routing.capacity)
-    return Native(model, routing, tuple(shape["routed_layers"]))
+    if shape["task"] != "train":
+        ready_to_generate(model)  # as `modepth generate` and `modepth serve` do
+    if shape["compiled"]:
+        return Native(model, routing, (), torch.compile(model))  # without clocks, which would break the graph
+    return Native(model, routing, tuple(shape["routed_layers"]), model)
 
 
 class Native:
-    """Times, in generation, the blocks of the layers that are routed in a routed model."""
+    """Times, in generation, the blocks of some layers."""
 
-    def __init__(self, model: Transformer, routing: RoutingConfig | None, routed_layers: tuple[int, ...]) -> None:
-        self.model, self.routing = model, routing
+    def __init__(
+        self,
+        model: Transformer,
+        routing: RoutingConfig | None,
+        timed_layers: tuple[int, ...],
+        train_forward: Callable[..., Any],
+    ) -> None:
+        self.model, self.routing, self.train_forward = model, routing, train_forward
         self.layers = list(model.layers)
         self.block_seconds = 0.0
-        for number in routed_layers:
+        for number in timed_layers:
             for name in ("attend", "feed"):
                 setattr(self.layers[number], name, self.timed(getattr(self.layers[number], name)))
 
@@ -55,7 +66,8 @@ class Native:
 
     def loss(self, tokens_BT: Tensor) -> Tensor:
         targets_BT = torch.nn.functional.pad(tokens_BT[:, 1:], (0, 1), value=IGNORED)  # as transformers shifts them
-        out = self.model(tokens_BT, targets=targets_BT, mode="topk")
+        forward = self.train_forward if torch.is_grad_enabled() else self.model  # as itself where tokens are counted
+        out = forward(tokens_BT, targets=targets_BT, mode="topk")
         assert out.loss is not None  # targets were given
         return out.loss + out.router_loss
 
