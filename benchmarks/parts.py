@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from modepth import ModelConfig, Transformer
 from modepth.attention import causal_attention
-from modepth.bench.contest import KEEP_FREED_MEMORY, Shape
+from modepth.bench.contest import Shape
 from modepth.blocks import rotary
 from modepth.cache import Cache
 from modepth.config import TrainConfig
@@ -115,6 +115,8 @@ def rotate_by_parts(x: Tensor, rope: Tensor) -> Tensor:
 
 
 # -- freed memory: a setting of the process, so a process for each side
+
+KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}  # as modepth.allocator sets it
 
 
 class Stepper:

@@ -12,6 +12,7 @@ from modepth.attention import causal_attention
 from modepth.cache import NewTokens
 from modepth.config import ModelConfig
 from modepth.fused import rotate, swiglu
+from modepth.products import Linear
 from modepth.routing import Routing
 
 
@@ -34,10 +35,10 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         self.dropout = config.dropout
         kv_dim = config.kv_heads * config.head_dim
-        self.q_proj = nn.Linear(config.dim, config.dim, bias=False)
-        self.k_proj = nn.Linear(config.dim, kv_dim, bias=False)
-        self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)
-        self.o_proj = nn.Linear(config.dim, config.dim, bias=False)
+        self.q_proj = Linear(config.dim, config.dim)
+        self.k_proj = Linear(config.dim, kv_dim)
+        self.v_proj = Linear(config.dim, kv_dim)
+        self.o_proj = Linear(config.dim, config.dim)
 
     def project(self, x_BTD: Tensor, rope_BTE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys, turned, and values, each (B, T, H or G, E)."""
@@ -61,9 +62,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.dim, config.mlp_width, bias=False)
-        self.up_proj = nn.Linear(config.dim, config.mlp_width, bias=False)
-        self.down_proj = nn.Linear(config.mlp_width, config.dim, bias=False)
+        self.gate_proj = Linear(config.dim, config.mlp_width)
+        self.up_proj = Linear(config.dim, config.mlp_width)
+        self.down_proj = Linear(config.mlp_width, config.dim)
 
     def project(self, x_BTD: Tensor) -> tuple[Tensor, ...]:
         return self.gate_proj(x_BTD), self.up_proj(x_BTD)

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from modepth.products import product
+
 IGNORED = -100  # a target that does not count
 LEAST_ROWS = 256  # of a piece: fewer would be slow to multiply
 
@@ -59,12 +61,12 @@ class PieceByPiece(torch.autograd.Function):
         if with_gradients and ctx.needs_input_grad[1]:
             of_weight = torch.zeros_like(weight_VD, dtype=wide)
         for rows in pieces(states_ND, weight_VD):
-            logits_PV = states_ND[rows] @ weight_VD.T
+            logits_PV = product(states_ND[rows], weight_VD)
             loss, slope_PV = loss_and_slope(logits_PV.to(wide), targets_N[rows])
             total += loss
             slope_PV = slope_PV.to(logits_PV.dtype)
             if of_states is not None:
-                of_states[rows] = slope_PV @ weight_VD
+                of_states[rows] = product(slope_PV, weight_VD.T)
             if of_weight is not None:
                 of_weight += slope_PV.T @ states_ND[rows]
         ctx.save_for_backward(of_states, of_weight)
@@ -93,8 +95,10 @@ def loss_and_slope(logits_PV: Tensor, targets_P: Tensor) -> tuple[Tensor, Tensor
     """Summed cross-entropy, and its derivative by each logit, in the place of the logits."""
     counts_P1 = (targets_P != IGNORED).unsqueeze(1)
     target_P1 = torch.where(counts_P1, targets_P.unsqueeze(1), 0)
-    whole_P1 = logits_PV.logsumexp(1, keepdim=True)
-    loss = torch.where(counts_P1, whole_P1 - logits_PV.gather(1, target_P1), 0.0).sum()
-    slope_PV = logits_PV.sub_(whole_P1).exp_()
-    slope_PV.scatter_add_(1, target_P1, torch.full_like(whole_P1, -1.0))
-    return loss, slope_PV.masked_fill_(~counts_P1, 0.0)
+    highest_P1 = logits_PV.amax(1, keepdim=True)
+    of_target_P1 = logits_PV.gather(1, target_P1) - highest_P1
+    weight_PV = logits_PV.sub_(highest_P1).exp_()
+    sum_P1 = weight_PV.sum(1, keepdim=True)
+    loss = torch.where(counts_P1, sum_P1.log() - of_target_P1, 0.0).sum()
+    slope_PV = weight_PV.mul_(torch.where(counts_P1, 1 / sum_P1, 0.0))
+    return loss, slope_PV.scatter_add_(1, target_P1, -counts_P1.to(slope_PV.dtype))

@@ -25,6 +25,7 @@ from modepth.decoder_layer import Decisions, Layer, Stream
 from modepth.experts import ExpertRouter, ExpertRouting
 from modepth.fused import RMSNorm
 from modepth.losses import all_losses
+from modepth.products import Linear
 from modepth.routing import Router, Routing, real_tokens
 from modepth.validation import check_tensor
 
@@ -73,7 +74,7 @@ class Transformer(Decoder):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(Layer(config, number) for number in range(config.num_layers))
         self.norm = RMSNorm(config.dim, eps=config.norm_eps)
-        self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.dim, config.vocab_size)
         if config.tie_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         self.dropout = nn.Dropout(config.dropout)

@@ -15,6 +15,7 @@ from modepth.bench.table import bench_table
 from modepth.bench.worker import Bench
 from modepth.cli import main
 from modepth.plots.growth import cost_growth
+from modepth.run_folder import RunLock
 
 
 @pytest.fixture
@@ -199,6 +200,13 @@ def test_a_bench_goes_on_where_it_was(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["measured"] == 0
     assert "0.600 (0.60-0.60)" in (tmp_path / "table.md").read_text()
     assert (tmp_path / "growth.png").stat().st_size > 1000
+
+
+def test_two_benches_of_one_folder_are_refused(tmp_path, capsys):
+    with RunLock(tmp_path):
+        assert main(["bench", str(tmp_path)]) == 2
+    assert "in use by process" in capsys.readouterr().err
+    assert not (tmp_path / "rows.jsonl").exists()
 
 
 @pytest.mark.parametrize(

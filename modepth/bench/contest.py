@@ -30,10 +30,6 @@ TOKENS = 4096  # of a training step and of a prefill
 LAYERS = {256: 9, 512: 7, 1024: 5}
 DECODE_LAYERS, PROMPT, NEW_TOKENS = 12, 479, 33  # the first new token is the prompt's
 
-# glibc gives large blocks back to the system, which takes 1 to 4 % of a training step; no contestant is to gain or lose
-# by where its blocks happen to lie.
-KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
-
 
 class Contestant(NamedTuple):
     file: str
@@ -120,7 +116,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            env={**os.environ, **KEEP_FREED_MEMORY, "OMP_NUM_THREADS": str(threads)},
+            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
         )
 
     def build(self, shape: Shape) -> None:

@@ -6,18 +6,20 @@ import json
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tqdm import tqdm
 
 from modepth.commands.table import print_table
+from modepth.run_folder import RunLock
 from modepth.textfile import replace_text
 from modepth.validation import check_capacity, check_choice, check_count
 
 if TYPE_CHECKING:
     from modepth.bench.contest import Shape
 
+ROWS = "rows.jsonl"
 EXAMPLES = """\
 examples:
   modepth bench results/bench --dims 256 --lengths 256 --capacities 0.125 --batches 1
@@ -57,36 +59,50 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 def run(options: argparse.Namespace) -> None:
     if importlib.util.find_spec("transformers") is None:
         raise ImportError("this needs transformers: pip install 'modepth[hf]'")
-    from modepth.bench.contest import run_cell  # noqa: PLC0415 - needs transformers
-    from modepth.bench.peers import install  # noqa: PLC0415
-    from modepth.bench.table import bench_table  # noqa: PLC0415
+    from modepth.bench.peers import install  # noqa: PLC0415 - needs transformers
 
     wanted = shapes(options)
-    threads = torch.get_num_threads() if options.threads is None else options.threads
-    check_count("--threads", threads, low=1)
+    if options.threads is None:
+        options.threads = torch.get_num_threads()
+    check_count("--threads", options.threads, low=1)
     if options.peers is not None:
         install(options.peers)
     options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / "rows.jsonl"
+    with RunLock(options.out):
+        rows, num_measured = measure(wanted, options)
+        write_table(rows, options.out)
+    print(json.dumps({"rows": str(options.out / ROWS), "cells": len(wanted), "measured": num_measured}))
+
+
+def measure(wanted: list["Shape"], options: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
+    """All rows there are when the cells that had none have theirs, and the number of those cells."""
+    from modepth.bench.contest import run_cell  # noqa: PLC0415 - needs transformers
+
+    path = options.out / ROWS
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     todo = [shape for shape in wanted if not any(asdict(shape).items() <= row.items() for row in rows)]
     for shape in tqdm(todo, unit="cell"):
-        measured = run_cell(shape, options.rounds, threads, options.peers, options.compile)
+        measured = run_cell(shape, options.rounds, options.threads, options.peers, options.compile)
         with path.open("a") as file:
             file.write("".join(json.dumps(row) + "\n" for row in measured))
         rows += measured
+    return rows, len(todo)
+
+
+def write_table(rows: list[dict[str, Any]], out: Path) -> None:
+    from modepth.bench.table import bench_table  # noqa: PLC0415
+
     table = bench_table(rows)
     print_table(table)
     lines = [table[0], ["---"] * len(table[0]), *table[1:]]
-    replace_text(options.out / "table.md", "".join(f"| {' | '.join(line)} |\n" for line in lines))
+    replace_text(out / "table.md", "".join(f"| {' | '.join(line)} |\n" for line in lines))
     if importlib.util.find_spec("matplotlib") is not None:
         from modepth.plots.growth import cost_growth  # noqa: PLC0415 - an extra
         from modepth.plots.style import save_figure  # noqa: PLC0415
 
         figure = cost_growth(rows)
         if figure is not None:
-            save_figure(figure, options.out / "growth.png")
-    print(json.dumps({"rows": str(path), "cells": len(wanted), "measured": len(todo)}))
+            save_figure(figure, out / "growth.png")
 
 
 def shapes(options: argparse.Namespace) -> list["Shape"]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from modepth.allocator import keep_freed_memory
 from modepth.calibration import calibrate
 from modepth.config import ModelConfig, RoutingConfig
 from modepth.cross_entropy import IGNORED
@@ -31,7 +32,9 @@ def build(shape: dict[str, Any]) -> "Native":
     if routing is not None:
         # Random weights route their capacity only when told at what score.
         routing = calibrate(model, torch.randint(config.vocab_size, (4, shape["length"])), routing.capacity)
-    if shape["task"] != "train":
+    if shape["task"] == "train":
+        keep_freed_memory()  # as `modepth train` does
+    else:
         ready_to_generate(model)  # as `modepth generate` and `modepth serve` do
     if shape["compiled"]:
         return Native(model, routing, (), torch.compile(model))  # without clocks, which would break the graph
