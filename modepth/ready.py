@@ -25,8 +25,8 @@ def ready_to_generate(model: Transformer) -> Transformer:
     >>> model = ready_to_generate(Transformer(ModelConfig(vocab_size=101, num_layers=2, dim=32, num_heads=2)))
     >>> model.layers[0].self_attn
     JoinedAttention(
-      (o_proj): PackedLinear(32, 32)
       (qkv_proj): PackedLinear(32, 96)
+      (o_proj): PackedLinear(32, 32)
     )
     """
     for parent in list(model.modules()):
