@@ -3,8 +3,10 @@
     python benchmarks/parts.py [--rounds N] [--out FILE]
 
     norm, rotation, gate, attention, loss   forward and backward, against torch's own operations
+    map                                     a product of states and weights, forward and backward, against torch's own
+    floor                                   a dense training step against its products and its attention alone
     memory                                  a dense training step whose freed memory is kept, against glibc's defaults
-    layout                                  a token of a dense model made ready to generate, against the same as it was
+    ready                                   a token of a dense model made ready to generate, against the same as it was
 
 float32, the two sides interleaved, CPU time; a ratio is the median over the rounds. Last line: JSON.
 """
@@ -26,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from modepth import ModelConfig, Transformer
+from modepth.allocator import keep_freed_memory
 from modepth.attention import causal_attention
 from modepth.bench.contest import Shape
 from modepth.blocks import rotary
@@ -33,6 +36,7 @@ from modepth.cache import Cache
 from modepth.config import TrainConfig
 from modepth.cross_entropy import loss_of_logits, loss_of_states
 from modepth.fused import RMSNorm, rotate, swiglu
+from modepth.products import Linear, Mapped, product
 from modepth.ready import ready_to_generate
 from modepth.run import ALONE
 from modepth.train import make_optimizer, train_step, windows_to_batch
@@ -82,6 +86,7 @@ def parts(rounds: int) -> Iterator[Row]:
             lambda x, head: loss_of_states(x, head, targets, real),
             lambda x, head: loss_of_logits(x @ head.T, targets, real),
         ],
+        "map": [Mapped.apply, F.linear],
         "attention": [causal_attention, lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)],
     }
 
@@ -95,6 +100,8 @@ def parts(rounds: int) -> Iterator[Row]:
         yield both("rotation", (1, TOKENS, dim // HEAD, HEAD), dim=dim)
         yield both("gate", (1, TOKENS, mlp_dim), (1, TOKENS, mlp_dim), dim=dim)
         yield both("loss", (1, TOKENS, dim), (VOCABULARY, dim), dim=dim)
+        for tokens in (TOKENS, TOKENS // 8):
+            yield both("map", (1, tokens, dim), (mlp_dim, dim), dim=dim, tokens=tokens)
     for length in (256, 512, 1024, 2048):
         yield both("attention", *[(TOKENS // length, 4, length, HEAD)] * 3, length=length)
 
@@ -139,15 +146,24 @@ class Stepper:
 
 
 def take_steps(dim: int) -> None:
-    config = Shape("train", dim, 1024, TOKENS // 1024, 1.0).config
-    training = TrainConfig(steps=1)
-    model = Transformer(ModelConfig(**{**vars(config), "routing": None})).train()
-    optimizer = make_optimizer(model, training)
-    batch = windows_to_batch(torch.randint(VOCABULARY, (TOKENS // 1024, 1025)))
+    step = training_step(dense_model(dim, 1024))
     for _ in range(3):  # until the heap is as large as it will be
-        train_step(model, optimizer, batch, training, ALONE)
+        step()
     for _ in sys.stdin:
-        print(cpu_seconds(lambda: train_step(model, optimizer, batch, training, ALONE)), flush=True)
+        print(step(), flush=True)
+
+
+def dense_model(dim: int, length: int) -> Transformer:
+    config = Shape("train", dim, length, TOKENS // length, 1.0).config
+    return Transformer(ModelConfig(**{**vars(config), "routing": None})).train()
+
+
+def training_step(model: Transformer) -> Callable[[], float]:
+    """The seconds of a step."""
+    training, length = TrainConfig(steps=1), model.config.max_length
+    optimizer = make_optimizer(model, training)
+    batch = windows_to_batch(torch.randint(VOCABULARY, (TOKENS // length, length + 1)))
+    return lambda: cpu_seconds(lambda: train_step(model, optimizer, batch, training, ALONE))
 
 
 def memory(rounds: int) -> Iterator[Row]:
@@ -157,15 +173,44 @@ def memory(rounds: int) -> Iterator[Row]:
             yield row("memory", kept.step, given_back.step, min(rounds, 7), dim=dim)
 
 
+# -- what a step cannot do without
+
+
+def floor(rounds: int) -> Iterator[Row]:
+    keep_freed_memory()
+    for dim, length in ((256, 256), (256, 1024), (512, 1024), (1024, 1024)):
+        model = dense_model(dim, length)
+        yield row("floor", training_step(model), products_alone(model), min(rounds, 7), dim=dim, length=length)
+
+
+def products_alone(model: Transformer) -> Callable[[], float]:
+    """The seconds of the products of a step, forward and backward, and of its attention, on any numbers."""
+    config = model.config
+    maps = [each.weight.detach() for each in model.modules() if isinstance(each, Linear)]
+    inputs = {width: torch.randn(TOKENS, width) for weight in maps for width in weight.shape}
+    heads = (TOKENS // config.max_length, config.num_heads, config.max_length, config.head_dim)
+    attention = there_and_back(causal_attention, *(torch.randn(heads, requires_grad=True) for _ in range(3)))
+
+    def multiply() -> None:
+        for weight_OI in maps:
+            x, slope = inputs[weight_OI.shape[1]], inputs[weight_OI.shape[0]]
+            product(x, weight_OI), product(slope, weight_OI.T), slope.T @ x
+
+    def measured() -> float:
+        return cpu_seconds(multiply) + sum(attention() for _ in model.layers)
+
+    return measured
+
+
 # -- generation
 
 
-def layout(rounds: int) -> Iterator[Row]:
+def ready(rounds: int) -> Iterator[Row]:
     plain = Transformer(ModelConfig(vocab_size=VOCABULARY, num_layers=12, dim=512, num_heads=8, max_length=512)).eval()
-    ready = ready_to_generate(copy.deepcopy(plain))
+    rebuilt = ready_to_generate(copy.deepcopy(plain))
     for batch in (1, 2, 8, 32):
-        sides = [token_seconds(model, batch) for model in (ready, plain)]
-        yield row("layout", *sides, rounds, dim=512, batch=batch)
+        sides = [token_seconds(model, batch) for model in (rebuilt, plain)]
+        yield row("ready", *sides, rounds, dim=512, batch=batch)
 
 
 def token_seconds(model: Transformer, batch: int) -> Callable[[], float]:
@@ -183,11 +228,14 @@ def token_seconds(model: Transformer, batch: int) -> Callable[[], float]:
     return measured
 
 
+MEASURES = (parts, floor, memory, ready)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15, help="of each comparison (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="default: %(default)s")
-    parser.add_argument("--only", nargs="+", choices=("parts", "memory", "layout"))
+    parser.add_argument("--only", nargs="+", choices=[each.__name__ for each in MEASURES])
     parser.add_argument("--out", type=Path, help="also write the rows here, as JSON lines")
     parser.add_argument("--steps-of", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -197,14 +245,14 @@ def main() -> None:
         take_steps(options.steps_of)
         return
     rows = []
-    for measure in (parts, memory, layout):
+    for measure in MEASURES:
         if options.only is not None and measure.__name__ not in options.only:
             continue
         for each in measure(options.rounds):
             rows.append(each)
-            at = ", ".join(f"{key} {each[key]}" for key in ("dim", "length", "batch") if key in each)
+            at = ", ".join(f"{key} {each[key]}" for key in ("dim", "tokens", "length", "batch") if key in each)
             spread = f"{each['lowest']:.2f}-{each['highest']:.2f}"
-            print(f"{each['what']:10} {at:18} {each['ratio']:6.3f} ({spread})  {each['ours_ms']} ms", flush=True)
+            print(f"{each['what']:10} {at:22} {each['ratio']:6.3f} ({spread})  {each['ours_ms']} ms", flush=True)
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text("".join(json.dumps(each) + "\n" for each in rows))

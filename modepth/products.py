@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-AVAILABLE = torch.backends.mkldnn.is_available()
+AVAILABLE = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def takes(x: Tensor, weight_OI: Tensor) -> bool:

@@ -203,10 +203,11 @@ def test_a_bench_goes_on_where_it_was(tmp_path, capsys):
 
 
 def test_two_benches_of_one_folder_are_refused(tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     with RunLock(tmp_path):
-        assert main(["bench", str(tmp_path)]) == 2
+        assert main(["bench", str(tmp_path), *COMMAND]) == 2
     assert "in use by process" in capsys.readouterr().err
-    assert not (tmp_path / "rows.jsonl").exists()
+    assert not (tmp_path / "table.md").exists()
 
 
 @pytest.mark.parametrize(
