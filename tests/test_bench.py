@@ -165,7 +165,14 @@ def step_rows():
     """Of two widths, of which 256 has more rows; the routed step takes what its FLOPs say."""
     return [
         row_of(
-            name, ratio, dim=dim, length=length, batch=2, capacity=capacity, ms=ratio * length, peak_bytes=ratio * 1e6
+            name,
+            ratio,
+            dim=dim,
+            length=length,
+            batch=2,
+            capacity=capacity,
+            ms=ratio * length,
+            peak_bytes=ratio * length * 2e3,
         )
         for dim, lengths in ((256, (512, 256)), (512, (1024,)))
         for length in lengths
@@ -182,7 +189,8 @@ def test_the_picture_of_costs_draws_what_was_measured_beside_what_flops_say():
         [[256, 1], [512, 1]],
         [[256, 0.62], [512, 0.62]],
     ]
-    assert [line.get_xdata().tolist() for line in wide_time.lines] == [[0.125, 0.5]] * 3
+    drawn = [line.get_xydata().tolist() for line in wide_time.lines]
+    assert drawn == [[[0.125, 1], [0.5, 1]], [[0.125, 0.62], [0.5, 0.62]], [[0.125, 0.62], [0.5, 0.62]]]
     assert [line.get_ydata().tolist() for line in wide_memory.lines] == [[1, 1], [0.62, 0.62]]
     assert wide_time.get_xlabel() == "capacity (rows of 256)"
 
