@@ -245,6 +245,9 @@ def main() -> None:
         take_steps(options.steps_of)
         return
     rows = []
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text("")
     for measure in MEASURES:
         if options.only is not None and measure.__name__ not in options.only:
             continue
@@ -253,9 +256,9 @@ def main() -> None:
             at = ", ".join(f"{key} {each[key]}" for key in ("dim", "tokens", "length", "batch") if key in each)
             spread = f"{each['lowest']:.2f}-{each['highest']:.2f}"
             print(f"{each['what']:10} {at:22} {each['ratio']:6.3f} ({spread})  {each['ours_ms']} ms", flush=True)
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text("".join(json.dumps(each) + "\n" for each in rows))
+            if options.out is not None:
+                with options.out.open("a") as file:
+                    file.write(json.dumps(each) + "\n")
     print(json.dumps({"rows": rows, "torch": torch.__version__, "threads": options.threads}))
 
 
