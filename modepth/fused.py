@@ -19,26 +19,19 @@ class RMSNorm(nn.RMSNorm):
     True
     """
 
-    eps: float
-
     def forward(self, x_BTD: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
-            return normed(x_BTD, self.eps)[0] * self.weight
+        if not torch.is_grad_enabled():  # for a few tokens at a time, one call is cheaper than eight
+            return super().forward(x_BTD)
         return Normed.apply(x_BTD, self.weight, self.eps)
-
-
-def normed(x_BTD: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The states divided by their root mean squares, and what they were multiplied by."""
-    wide_BTD = x_BTD.to(torch.promote_types(x_BTD.dtype, torch.float32))
-    length_BT1 = torch.linalg.vector_norm(wide_BTD, dim=-1, keepdim=True)
-    rate_BT1 = length_BT1.square_().div_(x_BTD.shape[-1]).add_(eps).rsqrt_()
-    return (wide_BTD * rate_BT1).to(x_BTD.dtype), rate_BT1
 
 
 class Normed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BTD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        normed_BTD, rate_BT1 = normed(x_BTD, eps)
+        wide_BTD = x_BTD.to(torch.promote_types(x_BTD.dtype, torch.float32))
+        length_BT1 = torch.linalg.vector_norm(wide_BTD, dim=-1, keepdim=True)
+        rate_BT1 = length_BT1.square_().div_(x_BTD.shape[-1]).add_(eps).rsqrt_()
+        normed_BTD = (wide_BTD * rate_BT1).to(x_BTD.dtype)
         ctx.save_for_backward(normed_BTD, weight_D, rate_BT1)
         return normed_BTD * weight_D
 
