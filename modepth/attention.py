@@ -1,9 +1,11 @@
 """Causal attention that leaves out what is masked, on a CPU too.
 
 torch's CPU kernel takes keys in blocks of 512, so of rows no longer than that it computes every score and throws half
-of them away. Here queries go in pieces: each looks at the keys before its piece without a mask, and at those of its own
-piece with one. The two results are means over different keys; the logarithms of their summed weights say how to merge
-them. The kernel's gradient needs only the merged result and logarithm, so it is asked for piece by piece too.
+of them away. Here queries go in pieces, and each piece looks at the keys up to its end: two products and a softmax, for
+so many heads at a time that their scores stay in the cache. Scores are not kept: the gradient makes them again.
+
+Shapes: B batch, H heads, G heads of keys and values, T tokens, E width of a head; N = B * H, of which M are done at a
+time, P queries of a piece, S keys up to its end.
 """
 
 from collections.abc import Iterator
@@ -12,12 +14,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-PIECE = 128
-LENGTHS = range(2 * PIECE + 1, 1025)  # shorter: not worth the calls; longer: torch's blocks are fine enough
-
-attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+PIECE = 64
+LENGTHS = range(257, 768)  # shorter: not worth the calls; longer: torch takes more queries at a time
+LENGTHS_ALONE = range(257, 1025)  # on one thread, which has no other to wait for after each product
+SCORES_A_THREAD = 2**19  # at a time
 
 
 def causal_attention(q_BHTE: Tensor, k_BGTE: Tensor, v_BGTE: Tensor, dropout: float = 0.0) -> Tensor:
@@ -28,9 +30,8 @@ def causal_attention(q_BHTE: Tensor, k_BGTE: Tensor, v_BGTE: Tensor, dropout: fl
     >>> torch.allclose(causal_attention(q, k, v), whole, atol=1e-5)
     True
     """
-    H, T, G = q_BHTE.shape[1], q_BHTE.shape[2], k_BGTE.shape[1]
-    in_pieces = q_BHTE.device.type == "cpu" and T in LENGTHS and not dropout
-    if not in_pieces or torch.is_autocast_enabled("cpu"):
+    H, G = q_BHTE.shape[1], k_BGTE.shape[1]
+    if dropout or not in_pieces(q_BHTE):
         return F.scaled_dot_product_attention(
             q_BHTE, k_BGTE, v_BGTE, dropout_p=dropout, is_causal=True, enable_gqa=G < H
         )
@@ -40,51 +41,87 @@ def causal_attention(q_BHTE: Tensor, k_BGTE: Tensor, v_BGTE: Tensor, dropout: fl
     return out
 
 
+def in_pieces(q_BHTE: Tensor) -> bool:
+    """Whether pieces are faster, and as exact: narrower scores would be rounded, which torch's kernel keeps wide."""
+    return (
+        q_BHTE.shape[2] in (LENGTHS_ALONE if torch.get_num_threads() == 1 else LENGTHS)
+        and q_BHTE.device.type == "cpu"
+        and q_BHTE.dtype in (torch.float32, torch.float64)
+        and not torch.compiler.is_compiling()
+        and not torch.is_autocast_enabled("cpu")
+    )
+
+
 class InPieces(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, q_BHTE: Tensor, k_BHTE: Tensor, v_BHTE: Tensor) -> Tensor:
-        out_BHTE = torch.empty_like(q_BHTE)
-        log_BHT = torch.empty(q_BHTE.shape[:3], dtype=torch.promote_types(q_BHTE.dtype, torch.float32))
-        for before, own in pieces(q_BHTE.shape[2]):
-            q_BHPE = q_BHTE[:, :, own]
-            out_BHPE, log_BHP = attend(q_BHPE, k_BHTE[:, :, own], v_BHTE[:, :, own], is_causal=True)
-            if own.start:
-                of_before_BHPE, log_before_BHP = attend(q_BHPE, k_BHTE[:, :, before], v_BHTE[:, :, before])
-                share_BHP = torch.sigmoid(log_before_BHP - log_BHP).to(out_BHPE.dtype)
-                out_BHPE = torch.lerp(out_BHPE, of_before_BHPE, share_BHP.unsqueeze(-1))
-                log_BHP = torch.logaddexp(log_BHP, log_before_BHP)
-            out_BHTE[:, :, own], log_BHT[:, :, own] = out_BHPE, log_BHP
-        context.save_for_backward(q_BHTE, k_BHTE, v_BHTE, out_BHTE, log_BHT)
-        return out_BHTE
+        q_NTE, k_NTE, v_NTE = (each.flatten(0, 1) for each in (q_BHTE, k_BHTE, v_BHTE))
+        out_NTE, room, later_PP = torch.empty_like(q_NTE), room_for_scores(q_NTE), later_keys(q_NTE)
+        for heads, own, up_to in pieces(*q_NTE.shape[:2]):
+            weight_MPS = weights(q_NTE[heads, own], k_NTE[heads, up_to], later_PP, room)
+            out_NTE[heads, own] = weight_MPS @ v_NTE[heads, up_to]
+        context.save_for_backward(q_NTE, k_NTE, v_NTE)
+        return out_NTE.view(q_BHTE.shape)
 
     @staticmethod
-    def backward(context: Any, *of_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q_BHTE, k_BHTE, v_BHTE, out_BHTE, log_BHT = context.saved_tensors
-        of_q_BHTE, of_k_BHTE, of_v_BHTE = (torch.zeros_like(each) for each in (q_BHTE, k_BHTE, v_BHTE))
-        for before, own in pieces(q_BHTE.shape[2]):
-            of_out_BHPE, q_BHPE, out_BHPE = (each[:, :, own] for each in (of_out[0], q_BHTE, out_BHTE))
-            for keys in (before, own) if own.start else (own,):
-                of_q_BHPE, of_k_BHSE, of_v_BHSE = attend_backward(
-                    of_out_BHPE,
-                    q_BHPE,
-                    k_BHTE[:, :, keys],
-                    v_BHTE[:, :, keys],
-                    out_BHPE,
-                    log_BHT[:, :, own],
-                    dropout_p=0.0,
-                    is_causal=keys is own,
-                )
-                of_q_BHTE[:, :, own] += of_q_BHPE
-                of_k_BHTE[:, :, keys] += of_k_BHSE
-                of_v_BHTE[:, :, keys] += of_v_BHSE
-        return of_q_BHTE, of_k_BHTE, of_v_BHTE
+    @once_differentiable
+    def backward(context: Any, of_out_BHTE: Tensor) -> tuple[Tensor, ...]:
+        q_NTE, k_NTE, v_NTE = context.saved_tensors
+        of_out_NTE = of_out_BHTE.flatten(0, 1)
+        of_q_NTE, of_k_NTE, of_v_NTE = torch.empty_like(q_NTE), torch.zeros_like(k_NTE), torch.zeros_like(v_NTE)
+        room, more_room, later_PP = room_for_scores(q_NTE), room_for_scores(q_NTE), later_keys(q_NTE)
+        scale = q_NTE.shape[2] ** -0.5
+        for heads, own, up_to in pieces(*q_NTE.shape[:2]):
+            q_MPE, k_MSE, of_out_MPE = q_NTE[heads, own], k_NTE[heads, up_to], of_out_NTE[heads, own]
+            weight_MPS = weights(q_MPE, k_MSE, later_PP, room)
+            of_v_NTE[heads, up_to] += weight_MPS.mT @ of_out_MPE
+            of_weight_MPS = multiply(of_out_MPE, v_NTE[heads, up_to].mT, more_room)
+            of_score_MPS = torch._softmax_backward_data(
+                of_weight_MPS, weight_MPS, -1, q_NTE.dtype, grad_input=of_weight_MPS
+            )
+            torch.mul(of_score_MPS @ k_MSE, scale, out=of_q_NTE[heads, own])
+            of_k_NTE[heads, up_to].add_(of_score_MPS.mT @ q_MPE, alpha=scale)
+        return tuple(each.view(of_out_BHTE.shape) for each in (of_q_NTE, of_k_NTE, of_v_NTE))
 
 
-def pieces(length: int) -> Iterator[tuple[slice, slice]]:
-    """Of each piece, the tokens before it and its own.
+def pieces(N: int, T: int) -> Iterator[tuple[slice, slice, slice]]:
+    """Some heads, a piece of their tokens, and the tokens up to its end.
 
-    >>> list(pieces(200))
-    [(slice(0, 0, None), slice(0, 128, None)), (slice(0, 128, None), slice(128, 200, None))]
+    >>> for heads, own, up_to in pieces(N=1, T=100):
+    ...     print(own, up_to)
+    slice(0, 64, None) slice(0, 64, None)
+    slice(64, 100, None) slice(0, 100, None)
     """
-    for start in range(0, length, PIECE):
-        yield slice(0, start), slice(start, min(start + PIECE, length))
+    M = heads_at_a_time(N, T)
+    for first in range(0, N, M):
+        for start in range(0, T, PIECE):
+            end = min(start + PIECE, T)
+            yield slice(first, first + M), slice(start, end), slice(0, end)
+
+
+def heads_at_a_time(N: int, T: int) -> int:
+    return min(N, max(1, SCORES_A_THREAD * torch.get_num_threads() // (PIECE * T)))
+
+
+def room_for_scores(q_NTE: Tensor) -> Tensor:
+    N, T = q_NTE.shape[:2]
+    return q_NTE.new_empty(heads_at_a_time(N, T) * PIECE * T)
+
+
+def later_keys(q_NTE: Tensor) -> Tensor:
+    """Of a piece's own keys, those after each query."""
+    return torch.ones(PIECE, PIECE, dtype=torch.bool, device=q_NTE.device).triu_(1)
+
+
+def weights(q_MPE: Tensor, k_MSE: Tensor, later_PP: Tensor, room: Tensor) -> Tensor:
+    """What each query weighs the keys with, of which the last P are its piece's own."""
+    P, E = q_MPE.shape[1:]
+    score_MPS = multiply(q_MPE, k_MSE.mT, room, scale=E**-0.5)
+    score_MPS[:, :, -P:].masked_fill_(later_PP[:P, :P], float("-inf"))
+    return torch.softmax(score_MPS, dim=-1, out=score_MPS)
+
+
+def multiply(left_MPE: Tensor, right_MES: Tensor, room: Tensor, scale: float = 1.0) -> Tensor:
+    M, P, S = *left_MPE.shape[:2], right_MES.shape[2]
+    out_MPS = room[: M * P * S].view(M, P, S)
+    return torch.baddbmm(out_MPS, left_MPE, right_MES, beta=0, alpha=scale, out=out_MPS)

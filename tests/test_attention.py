@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from modepth import attention
-from modepth.attention import LENGTHS, PIECE, causal_attention
+from modepth.attention import LENGTHS, LENGTHS_ALONE, PIECE, causal_attention
+
+IN_PIECES = 300  # tokens
 
 
 def slowly(q_BHTE, k_BGTE, v_BGTE):
@@ -32,32 +34,58 @@ def inputs(B, H, G, T, E, seed=0):
     heads=st.sampled_from([(1, 1), (3, 3), (4, 2)]),
     T=st.integers(1, 3 * PIECE + 20),
     E=st.sampled_from([2, 16]),
+    heads_at_a_time=st.integers(1, 10),
 )
-def test_values_and_gradients_are_those_of_one_softmax(B, heads, T, E):
+def test_values_and_gradients_are_those_of_one_softmax(B, heads, T, E, heads_at_a_time):
     given = inputs(B, *heads, T, E)
     of_out = torch.randn(B, heads[0], T, E)
-    fast, slow = causal_attention(*given), slowly(*given)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "in_pieces", lambda q: True)
+        patch.setattr(attention, "heads_at_a_time", lambda N, T: min(N, heads_at_a_time))
+        fast, slow = causal_attention(*given), slowly(*given)
+        of_fast, of_slow = (torch.autograd.grad(each, given, of_out) for each in (fast, slow))
     torch.testing.assert_close(fast, slow, rtol=1e-10, atol=1e-10)
-    of_fast, of_slow = (torch.autograd.grad(each, given, of_out) for each in (fast, slow))
     for one, other in zip(of_fast, of_slow, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
+def test_no_more_scores_are_made_at_a_time_than_threads_have_caches_for():
+    for N, T in ((1, 300), (64, 300), (1000, 767)):
+        at_a_time = attention.heads_at_a_time(N, T) * PIECE * T
+        assert at_a_time <= max(PIECE * T, attention.SCORES_A_THREAD * torch.get_num_threads())
+
+
+@pytest.mark.parametrize(("T", "threads"), [(LENGTHS[0], 2), (LENGTHS[-1], 2), (LENGTHS_ALONE[-1], 1)])
+def test_rows_of_some_hundreds_of_tokens_go_in_pieces(T, threads, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    out = causal_attention(*inputs(1, 1, 1, T, 4))
+    assert "InPieces" in out.grad_fn.name()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_narrow_numbers_are_rounded_about_as_much_as_torch_rounds_them(dtype):
-    given = [each.detach().to(dtype) for each in inputs(2, 4, 4, 3 * PIECE, 16)]
+    given = [each.detach().to(dtype) for each in inputs(2, 4, 4, IN_PIECES, 16)]
     exact = slowly(*(each.double() for each in given))
     ours, theirs = causal_attention(*given), F.scaled_dot_product_attention(*given, is_causal=True)
     assert ours.dtype == dtype
     assert (ours.double() - exact).square().mean() < 4 * (theirs.double() - exact).square().mean()
 
 
-@pytest.mark.parametrize(("T", "dropout"), [(2 * PIECE, 0.0), (LENGTHS.stop, 0.0), (3 * PIECE, 0.5)])
-def test_short_and_long_rows_and_dropout_are_left_to_torch(T, dropout, monkeypatch):
-    monkeypatch.setattr(attention.InPieces, "apply", lambda *_: pytest.fail("in pieces"))
-    assert causal_attention(*inputs(1, 1, 1, T, 4), dropout).shape == (1, 1, T, 4)
+@pytest.mark.parametrize(
+    ("T", "threads", "dropout"),
+    [(LENGTHS[0] - 1, 2, 0.0), (LENGTHS[-1] + 1, 2, 0.0), (LENGTHS_ALONE[-1] + 1, 1, 0.0), (IN_PIECES, 2, 0.5)],
+)
+def test_short_and_long_rows_and_dropout_are_left_to_torch(T, threads, dropout, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    out = causal_attention(*inputs(1, 1, 1, T, 4), dropout)
+    assert "InPieces" not in out.grad_fn.name()
+
+
+def test_narrow_scores_are_torchs_which_keeps_them_wide():
+    given = [each.detach().to(torch.bfloat16).requires_grad_() for each in inputs(1, 1, 1, IN_PIECES, 4)]
+    assert "InPieces" not in causal_attention(*given).grad_fn.name()
 
 
 def test_under_autocast_dtypes_are_torchs_to_choose():
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert causal_attention(*inputs(1, 1, 1, 3 * PIECE, 4)).dtype == torch.bfloat16
+        assert causal_attention(*inputs(1, 1, 1, IN_PIECES, 4)).dtype == torch.bfloat16
