@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import httpx
 import torch
 
-from modepth import ModelConfig, RoutingConfig, Sampling, Transformer, calibrate
+from modepth import ModelConfig, RoutingConfig, Sampling, Transformer, calibrate, ready_to_generate
 from modepth.generation import advance, inference, start_rows
 from modepth.serve.http import Settings
 from modepth.serve.limits import Limits
@@ -74,7 +74,8 @@ def models_of(size: Size) -> dict[str, tuple[Transformer, RoutingConfig | None]]
     dense = Transformer(config).eval()
     routed = Transformer(replace(config, routing=RoutingConfig(capacity=CAPACITY, every=2))).eval()
     held_out = torch.randint(VOCABULARY, (8, 256))
-    return {"dense": (dense, None), "MoD": (routed, calibrate(routed, held_out, CAPACITY))}
+    calibrated = calibrate(routed, held_out, CAPACITY)
+    return {"dense": (ready_to_generate(dense), None), "MoD": (ready_to_generate(routed), calibrated)}
 
 
 def serve_one(name: str, size: Size, threads: int, port: Any) -> None:
