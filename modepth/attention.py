@@ -44,10 +44,10 @@ def causal_attention(q_BHTE: Tensor, k_BGTE: Tensor, v_BGTE: Tensor, dropout: fl
 def in_pieces(q_BHTE: Tensor) -> bool:
     """Whether pieces are faster, and as exact: narrower scores would be rounded, which torch's kernel keeps wide."""
     return (
-        q_BHTE.shape[2] in (LENGTHS_ALONE if torch.get_num_threads() == 1 else LENGTHS)
+        not torch.compiler.is_compiling()  # first: a compiler does not know how many threads there are
+        and q_BHTE.shape[2] in (LENGTHS_ALONE if torch.get_num_threads() == 1 else LENGTHS)
         and q_BHTE.device.type == "cpu"
         and q_BHTE.dtype in (torch.float32, torch.float64)
-        and not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled("cpu")
     )
 
@@ -100,7 +100,7 @@ def pieces(N: int, T: int) -> Iterator[tuple[slice, slice, slice]]:
 
 
 def heads_at_a_time(N: int, T: int) -> int:
-    return min(N, max(1, SCORES_A_THREAD * torch.get_num_threads() // (PIECE * T)))
+    return max(1, min(N, SCORES_A_THREAD * torch.get_num_threads() // (PIECE * T)))
 
 
 def room_for_scores(q_NTE: Tensor) -> Tensor:

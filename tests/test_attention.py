@@ -30,18 +30,18 @@ def inputs(B, H, G, T, E, seed=0):
 @pytest.mark.law
 @pytest.mark.usefixtures("fp64")
 @given(
-    B=st.integers(1, 2),
+    B=st.integers(0, 2),
     heads=st.sampled_from([(1, 1), (3, 3), (4, 2)]),
     T=st.integers(1, 3 * PIECE + 20),
     E=st.sampled_from([2, 16]),
-    heads_at_a_time=st.integers(1, 10),
+    scores=st.integers(1, 8 * 3 * PIECE**2),
 )
-def test_values_and_gradients_are_those_of_one_softmax(B, heads, T, E, heads_at_a_time):
+def test_values_and_gradients_are_those_of_one_softmax(B, heads, T, E, scores):
     given = inputs(B, *heads, T, E)
     of_out = torch.randn(B, heads[0], T, E)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "in_pieces", lambda q: True)
-        patch.setattr(attention, "heads_at_a_time", lambda N, T: min(N, heads_at_a_time))
+        patch.setattr(attention, "SCORES_A_THREAD", scores)
         fast, slow = causal_attention(*given), slowly(*given)
         of_fast, of_slow = (torch.autograd.grad(each, given, of_out) for each in (fast, slow))
     torch.testing.assert_close(fast, slow, rtol=1e-10, atol=1e-10)
@@ -89,3 +89,9 @@ def test_narrow_scores_are_torchs_which_keeps_them_wide():
 def test_under_autocast_dtypes_are_torchs_to_choose():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert causal_attention(*inputs(1, 1, 1, IN_PIECES, 4)).dtype == torch.bfloat16
+
+
+def test_compiled_it_is_torchs_which_a_compiler_knows():
+    compiled = torch.compile(causal_attention, backend="eager", fullgraph=True)
+    out = compiled(*(each.detach().requires_grad_() for each in inputs(1, 1, 1, IN_PIECES, 4)))
+    assert out.grad_fn.name() == "ScaledDotProductFlashAttentionForCpuBackward0"
