@@ -1,6 +1,6 @@
 """Parts of a step as we do them against what they replaced: what each is worth.
 
-    python benchmarks/parts.py [--only floor map] [--rounds N] [--threads N] [--out FILE]
+    python benchmarks/parts.py [--only floor ready] [--rounds N] [--threads N] [--out FILE]
 
     norm, rotation, gate, attention, loss   forward and backward, against torch's own operations
     map                                     a product of states and weights, forward and backward, against torch's own
@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from modepth import ModelConfig, Transformer
 from modepth.allocator import keep_freed_memory
 from modepth.attention import causal_attention
-from modepth.bench.contest import Shape
+from modepth.bench.contest import TOKENS, Shape
 from modepth.blocks import rotary
 from modepth.cache import Cache
 from modepth.config import TrainConfig
@@ -42,7 +42,7 @@ from modepth.ready import ready_to_generate
 from modepth.run import ALONE
 from modepth.train import make_optimizer, train_step, windows_to_batch
 
-TOKENS, VOCABULARY, HEAD = 4096, 2048, 64
+VOCABULARY, HEAD = 2048, 64
 WIDTHS = {256: 704, 512: 1408, 1024: 2752}  # and those of their feed-forwards
 
 Row = dict[str, Any]

@@ -21,14 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from parts import training_step
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from modepth import Transformer
 from modepth.allocator import keep_freed_memory
-from modepth.bench.contest import TOKENS, Shape
-from modepth.config import TrainConfig
-from modepth.run import ALONE
-from modepth.train import make_optimizer, train_step, windows_to_batch
+from modepth.bench.contest import LAYERS, TOKENS, Shape
 
 CAPACITY = 0.125
 # The first that an operator's name begins with is its kind.
@@ -60,23 +58,15 @@ class Clocks(TorchDispatchMode):
         return out
 
 
-def step_of(model: Transformer) -> Callable[[], object]:
-    training, length = TrainConfig(steps=1), model.config.max_length
-    optimizer = make_optimizer(model, training)
-    batch = windows_to_batch(torch.randint(model.config.vocab_size, (TOKENS // length, length + 1)))
-    return lambda: train_step(model, optimizer, batch, training, ALONE)
-
-
-def seconds_by_kind(step: Callable[[], object]) -> dict[str, float]:
-    start = time.perf_counter()
+def seconds_by_kind(step: Callable[[], float]) -> dict[str, float]:
     with Clocks() as clocks:
-        step()
-    return {**clocks.seconds, BETWEEN: time.perf_counter() - start - clocks.seconds.total()}
+        whole = step()
+    return {**clocks.seconds, BETWEEN: whole - clocks.seconds.total()}
 
 
 def profile(shape: Shape, rounds: int) -> dict[str, Any]:
     config = shape.config
-    steps = [step_of(Transformer(each).train()) for each in (replace(config, routing=None), config)]
+    steps = [training_step(Transformer(each).train()) for each in (replace(config, routing=None), config)]
     for step in steps * 2:  # until the heap is as large as it will be
         step()
     taken = [[seconds_by_kind(step) for step in steps] for _ in range(rounds)]
@@ -110,7 +100,7 @@ def show(row: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dims", type=int, nargs="+", default=[256, 512])
+    parser.add_argument("--dims", type=int, nargs="+", default=[256, 512], choices=LAYERS)
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 1024])
     parser.add_argument("--rounds", type=int, default=9, help="default: %(default)s")
     parser.add_argument("--threads", type=int, default=2, help="default: %(default)s")
@@ -119,13 +109,17 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     keep_freed_memory()
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text("")
     rows = []
     for dim in options.dims:
         for length in options.lengths:
             rows.append(profile(Shape("train", dim, length, TOKENS // length, CAPACITY), options.rounds))
             show(rows[-1])
-    if options.out is not None:
-        options.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            if options.out is not None:
+                with options.out.open("a") as file:
+                    file.write(json.dumps(rows[-1]) + "\n")
     print(json.dumps({"rows": rows, "torch": torch.__version__, "threads": options.threads}))
 
 
