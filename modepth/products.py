@@ -1,6 +1,7 @@
 """Products of states and weights by oneDNN: in float32, on a CPU, faster than those that torch calls by itself.
 
-Forward and the gradient of the states go this way; the gradient of the weights is as fast by torch's own.
+Forward and the gradient of the states go this way; the gradient of the weights is as fast by torch's own. Compiled too:
+torch's compiler knows oneDNN's operator, but only for weights that never change.
 
 Shapes: I width of the input, O of the output.
 """
@@ -13,11 +14,13 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
+from modepth.operators import opaque
+
 AVAILABLE = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def takes(x: Tensor, weight_OI: Tensor) -> bool:
-    """Whether oneDNN is the one to multiply these. Subclasses, compilers and autocast know torch's own operators."""
+    """Whether oneDNN is the one to multiply these. Subclasses and autocast know torch's own operators."""
     return (
         AVAILABLE
         and type(x) is Tensor
@@ -25,7 +28,6 @@ def takes(x: Tensor, weight_OI: Tensor) -> bool:
         and x.dtype == weight_OI.dtype == torch.float32
         and x.device.type == weight_OI.device.type == "cpu"
         and x.numel() > 0
-        and not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled("cpu")
     )
 
@@ -37,12 +39,15 @@ def product(x: Tensor, weight_OI: Tensor) -> Tensor:
     >>> torch.allclose(product(x, weight), x @ weight.T, atol=1e-5)
     True
     """
-    return by_onednn(x, weight_OI) if takes(x, weight_OI) else F.linear(x, weight_OI)
-
-
-def by_onednn(x: Tensor, weight_OI: Tensor) -> Tensor:
-    out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight_OI, None, "none", (), "")
+    out: Tensor = by_onednn(x, weight_OI) if takes(x, weight_OI) else F.linear(x, weight_OI)
     return out
+
+
+by_onednn = opaque(
+    "product(Tensor x, Tensor weight_OI) -> Tensor",
+    lambda x, weight_OI: torch.ops.mkldnn._linear_pointwise.default(x, weight_OI, None, "none", (), ""),
+    lambda x, weight_OI: x.new_empty((*x.shape[:-1], weight_OI.shape[0])),
+)
 
 
 class Linear(nn.Linear):
@@ -53,7 +58,9 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         if takes(x, self.weight):
-            return Mapped.apply(x, self.weight) if torch.is_grad_enabled() else by_onednn(x, self.weight)
+            multiply = Mapped.apply if torch.is_grad_enabled() else by_onednn
+            out: Tensor = multiply(x, self.weight)
+            return out
         return F.linear(x, self.weight)
 
 
@@ -61,7 +68,8 @@ class Mapped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_OI: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight_OI)
-        return by_onednn(x, weight_OI)
+        out: Tensor = by_onednn(x, weight_OI)
+        return out
 
     @staticmethod
     @once_differentiable

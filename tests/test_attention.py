@@ -24,7 +24,7 @@ def inputs(B, H, G, T, E, seed=0):
     """As the projections leave them: tokens before heads in memory."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [(B, T, heads, E) for heads in (H, G, G)]
-    return [3 * torch.randn(shape, generator=generator).transpose(1, 2).requires_grad_() for shape in shapes]
+    return [(3 * torch.randn(shape, generator=generator)).transpose(1, 2).requires_grad_() for shape in shapes]
 
 
 @pytest.mark.law
@@ -91,7 +91,22 @@ def test_under_autocast_dtypes_are_torchs_to_choose():
         assert causal_attention(*inputs(1, 1, 1, IN_PIECES, 4)).dtype == torch.bfloat16
 
 
-def test_compiled_it_is_torchs_which_a_compiler_knows():
-    compiled = torch.compile(causal_attention, backend="eager", fullgraph=True)
-    out = compiled(*(each.detach().requires_grad_() for each in inputs(1, 1, 1, IN_PIECES, 4)))
-    assert out.grad_fn.name() == "ScaledDotProductFlashAttentionForCpuBackward0"
+@pytest.mark.law
+def test_compiled_it_is_the_same_to_the_bit():
+    given = inputs(2, 2, 2, IN_PIECES, 4)
+    of_out = torch.randn(2, 2, IN_PIECES, 4)
+    outs = [attend(*given) for attend in (causal_attention, compiled(causal_attention))]
+    one, other = ((out, *torch.autograd.grad(out, given, of_out)) for out in outs)
+    assert all(map(torch.equal, one, other))
+
+
+def test_compiled_it_goes_in_pieces_that_the_compiler_does_not_look_into(monkeypatch):
+    asked = []
+    monkeypatch.setattr(attention, "pieces", lambda *shape: asked.append(shape) or iter(()))
+    compiled(causal_attention)(*inputs(2, 3, 3, IN_PIECES, 4))
+    assert asked == [(6, IN_PIECES)]
+
+
+def compiled(run):
+    torch.compiler.reset()
+    return torch.compile(run, backend="aot_eager", fullgraph=True)

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
@@ -67,3 +69,21 @@ def test_torchs_counter_knows_the_product():
         out.sum().backward()
     assert forward.get_total_flops() == 2 * 10 * 7 * 3
     assert backward.get_total_flops() == 2 * forward.get_total_flops()
+
+
+@pytest.mark.law
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiled_it_is_the_same_product_to_the_bit():
+    x, linear = torch.randn(2, 5, 7, requires_grad=True), Linear(7, 3)
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return make_boxed_func(graph)
+
+    compiled = torch.compile(linear, fullgraph=True, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep))
+    slope = torch.randn(2, 5, 3)
+    one, other = ((out, *torch.autograd.grad(out, (x, linear.weight), slope)) for out in (linear(x), compiled(x)))
+    assert all(map(torch.equal, one, other))
+    for graph in graphs:  # the forward, and the gradient of the states
+        assert [node.target for node in graph.graph.nodes].count(torch.ops.modepth.product.default) == 1
