@@ -43,7 +43,8 @@ def test_contestants_of_a_training_cell_compute_the_same_tokens_and_weigh_the_sa
 @pytest.mark.usefixtures("small")
 def test_compiled_contestants_compute_the_same_tokens():
     rows = {row["contestant"]: row for row in run_cell(Shape("train", 64, 128, 2, 0.25), 1, 1, None, compiled=True)}
-    assert list(rows)[4:] == ["dense_compiled", "routed_compiled"]
+    assert list(rows)[4:] == ["dense_compiled", "routed_compiled", "llama_compiled"]
+    assert rows["llama_compiled"]["computed"] == [256, 256, 256]
     assert rows["routed_compiled"]["computed"] == [256, 64, 256]
     assert rows["routed_compiled"]["of_dense"] > 0
 
@@ -52,7 +53,7 @@ def test_who_takes_part_depends_on_the_task():
     ours = ["dense", "routed", "llama", "converted"]
     for task in ("train", "prefill", "decode"):
         assert [name for name, _ in contestants(task, None, compiled=False)] == ours
-        more = ["dense_compiled", "routed_compiled"] if task == "train" else []
+        more = ["dense_compiled", "routed_compiled", "llama_compiled"] if task == "train" else []
         assert [name for name, _ in contestants(task, None, compiled=True)] == ours + more
 
 
@@ -65,6 +66,33 @@ def test_a_peer_that_does_not_run_is_a_row_that_says_why(monkeypatch):
     rows = {row["contestant"]: row for row in run_cell(Shape("prefill", 64, 128, 2, 0.25), 1, 1, Path("peers"))}
     assert rows["soup"]["failed"] == "soup cannot build: ModuleNotFoundError: No module named 'soup_cli'"
     assert rows["routed"]["of_dense"] > 0
+
+
+@pytest.mark.usefixtures("small")
+def test_a_peer_that_fails_at_its_first_step_is_a_row_too(monkeypatch):
+    monkeypatch.setattr(contest, "PEERS", {"llama": []})
+    monkeypatch.setattr(
+        contest, "CONTESTANTS", {name: contest.CONTESTANTS[name] for name in ("dense", "routed", "llama")}
+    )
+    monkeypatch.setattr(contest, "peer_python", lambda folder, name: Path(sys.executable))
+    do = contest.Worker.do
+
+    def fail(worker, what, **options):
+        if what == "prefill" and worker.name == "llama":
+            raise ValueError("llama cannot prefill: it is lost")
+        return do(worker, what, **options)
+
+    monkeypatch.setattr(contest.Worker, "do", fail)
+    rows = {row["contestant"]: row for row in run_cell(Shape("prefill", 64, 128, 2, 0.25), 1, 1, Path("peers"))}
+    assert rows["llama"]["failed"] == "llama cannot prefill: it is lost"
+    assert rows["routed"]["of_dense"] > 0
+
+
+def test_a_peer_is_compiled_in_its_own_environment(monkeypatch, tmp_path):
+    monkeypatch.setattr(contest, "peer_python", lambda folder, name: folder / name if name == "soup" else None)
+    found = dict(contestants("train", tmp_path, compiled=True))
+    assert found["soup_compiled"] == found["soup"] == tmp_path / "soup"
+    assert "mixture_of_depth" not in found
 
 
 @pytest.mark.usefixtures("small")
@@ -210,6 +238,13 @@ def test_a_bench_goes_on_where_it_was(tmp_path, capsys):
     assert (tmp_path / "growth.png").stat().st_size > 1000
 
 
+def test_a_step_of_more_tokens_is_another_cell(tmp_path, capsys):
+    rows = [{**row, "batch": 16} for row in ROWS]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["bench", str(tmp_path), *COMMAND, "--tokens", "16384"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["measured"] == 0
+
+
 def test_two_benches_of_one_folder_are_refused(tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     with RunLock(tmp_path):
@@ -225,6 +260,7 @@ def test_two_benches_of_one_folder_are_refused(tmp_path, capsys):
         (["--capacities", "1.5"], "capacity must be a number in (0, 1], got 1.5"),
         (["--tasks", "sing"], "--tasks must be one of"),
         (["--rounds", "0"], "--rounds must be a whole number >= 1, got 0"),
+        (["--tokens", "0"], "--tokens must be a whole number >= 1, got 0"),
         (["--threads", "0"], "--threads must be a whole number >= 1, got 0"),
     ],
 )

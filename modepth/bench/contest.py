@@ -48,6 +48,8 @@ CONTESTANTS = {
     "mixture_of_depth": Contestant("mixture_of_depth", routed=True, tasks=("train", "prefill")),
     "dense_compiled": Contestant("native", routed=False, tasks=("train",), compiled=True),
     "routed_compiled": Contestant("native", routed=True, tasks=("train",), compiled=True),
+    "llama_compiled": Contestant("llama", routed=False, tasks=("train",), compiled=True),
+    "soup_compiled": Contestant("soup", routed=True, tasks=("train",), compiled=True),
 }
 
 
@@ -150,8 +152,8 @@ def contestants(task: Task, peers: Path | None, compiled: bool) -> Iterator[tupl
         if task not in kind.tasks or kind.compiled > compiled:
             continue
         python = Path(sys.executable)
-        if name in PEERS:
-            found = None if peers is None else peer_python(peers, name)
+        if kind.file in PEERS:
+            found = None if peers is None else peer_python(peers, kind.file)
             if found is None:
                 continue
             python = found
@@ -163,6 +165,7 @@ def run_cell(
 ) -> list[dict[str, Any]]:
     """A row for each contestant; a peer that fails has a row that says so."""
     told = {**asdict(shape), "num_layers": shape.num_layers, "flop_ratio": round(shape.flop_ratio, 4)}
+    order = {"prompt": PROMPT, "count": NEW_TOKENS} if shape.task == "decode" else {}
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
         workers = []
@@ -170,14 +173,14 @@ def run_cell(
             worker = stack.enter_context(Worker(name, python, threads))
             try:
                 worker.build(shape)
+                worker.do(shape.task, **order)  # once for nothing: memory is asked for, or a graph compiled
                 workers.append(worker)
             except ValueError as error:
-                if name not in PEERS:
+                if worker.kind.file not in PEERS:
                     raise
                 rows.append({"contestant": name, **told, "failed": str(error)})
-        order = {"prompt": PROMPT, "count": NEW_TOKENS} if shape.task == "decode" else {}
-        warmed = [[worker.do(shape.task, **order) for worker in workers] for _ in range(rounds + 1)]
-        times = {worker.name: [answers[n] for answers in warmed[1:]] for n, worker in enumerate(workers)}
+        taken = [[worker.do(shape.task, **order) for worker in workers] for _ in range(rounds)]
+        times = {worker.name: [answers[n] for answers in taken] for n, worker in enumerate(workers)}
         for worker in workers:
             row = {"contestant": worker.name, **told, **compared(times, worker.name), **worker.built}
             if shape.task == "train":

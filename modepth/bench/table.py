@@ -13,7 +13,7 @@ def bench_table(rows: Sequence[Row]) -> list[list[str]]:
     That is the ratio of FLOPs; for generation, a dense step whose routed blocks take what they took for routed tokens.
     """
     others = ["llama", "soup", "mixture_of_depth"]
-    others += [name for name in ("dense_compiled", "routed_compiled") if any(row["contestant"] == name for row in rows)]
+    others += dict.fromkeys(row["contestant"] for row in rows if row["contestant"].endswith("_compiled"))
     table = [[*CELL, "routed", "least", "converted", *others, "memory"]]
     for cell in dict.fromkeys(tuple(row[name] for name in CELL) for row in rows):
         found = {row["contestant"]: row for row in rows if tuple(row[name] for name in CELL) == cell}

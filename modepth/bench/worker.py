@@ -46,6 +46,8 @@ class Bench:
             self.entry.loss(self.tokens)
         for hook in hooks:
             hook.remove()
+        if shape["compiled"]:
+            self.model.compile()
         return {
             "computed": computed,
             "parameters": sum(each.numel() for each in self.model.parameters()),

@@ -45,12 +45,13 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser.add_argument("--lengths", nargs="+", type=int, default=[256, 1024, 4096], metavar="T", help="not of decode")
     parser.add_argument("--capacities", nargs="+", type=float, default=[0.125, 0.25, 0.5], metavar="C")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32], metavar="B", help="rows of a decode")
+    parser.add_argument("--tokens", type=int, metavar="N", help="of a training step and of a prefill")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="default: %(default)s")
     parser.add_argument("--threads", type=int, metavar="N", help="of each contestant (default: torch's)")
     parser.add_argument(
         "--compile",
         action="store_true",
-        help="also our training steps compiled, half a minute each; in an OUT of its own",
+        help="also training steps compiled, half a minute or more each; in an OUT of its own",
     )
     parser.add_argument("--peers", type=Path, metavar="DIR", help="environments of the peers, installed if need be")
     parser.set_defaults(run=run)
@@ -110,6 +111,8 @@ def shapes(options: argparse.Namespace) -> list["Shape"]:
     from modepth.bench.contest import LAYERS, NEW_TOKENS, PROMPT, TOKENS, Shape, Task  # noqa: PLC0415
 
     check_count("--rounds", options.rounds, low=1)
+    tokens = TOKENS if options.tokens is None else options.tokens
+    check_count("--tokens", tokens, low=1)
     for dim in options.dims:
         if dim not in LAYERS:
             raise ValueError(f"--dims must be among {', '.join(map(str, LAYERS))}, got {dim}")
@@ -120,7 +123,7 @@ def shapes(options: argparse.Namespace) -> list["Shape"]:
     found = []
     for task in options.tasks:
         check_choice("--tasks", task, Task)
-        sizes = [(length, max(1, TOKENS // length)) for length in options.lengths]
+        sizes = [(length, max(1, tokens // length)) for length in options.lengths]
         if task == "decode":
             sizes = [(PROMPT + NEW_TOKENS, batch) for batch in options.batches]
         for dim, (length, batch), capacity in product(options.dims, sizes, options.capacities):

@@ -36,22 +36,15 @@ def build(shape: dict[str, Any]) -> "Native":
         keep_freed_memory()  # as `modepth train` does
     else:
         ready_to_generate(model)  # as `modepth generate` and `modepth serve` do
-    if shape["compiled"]:
-        return Native(model, routing, (), torch.compile(model))  # without clocks, which would break the graph
-    return Native(model, routing, tuple(shape["routed_layers"]), model)
+    timed_layers = shape["routed_layers"] if shape["task"] == "decode" else []  # clocks would break a compiled graph
+    return Native(model, routing, timed_layers)
 
 
 class Native:
     """Times, in generation, the blocks of some layers."""
 
-    def __init__(
-        self,
-        model: Transformer,
-        routing: RoutingConfig | None,
-        timed_layers: tuple[int, ...],
-        train_forward: Callable[..., Any],
-    ) -> None:
-        self.model, self.routing, self.train_forward = model, routing, train_forward
+    def __init__(self, model: Transformer, routing: RoutingConfig | None, timed_layers: list[int]) -> None:
+        self.model, self.routing = model, routing
         self.layers = list(model.layers)
         self.block_seconds = 0.0
         for number in timed_layers:
@@ -69,8 +62,7 @@ class Native:
 
     def loss(self, tokens_BT: Tensor) -> Tensor:
         targets_BT = torch.nn.functional.pad(tokens_BT[:, 1:], (0, 1), value=IGNORED)  # as transformers shifts them
-        forward = self.train_forward if torch.is_grad_enabled() else self.model  # as itself where tokens are counted
-        out = forward(tokens_BT, targets=targets_BT, mode="topk")
+        out = self.model(tokens_BT, targets=targets_BT, mode="topk")
         assert out.loss is not None  # targets were given
         return out.loss + out.router_loss
 
