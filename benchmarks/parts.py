@@ -5,6 +5,7 @@
     norm, rotation, gate, attention, loss   forward and backward, against torch's own operations
     map                                     a product of states and weights, forward and backward, against torch's own
     floor                                   a dense training step against its products and its attention alone
+    rate                                    attention against a product of as many FLOPs, what is masked not counted
     memory                                  a dense training step whose freed memory is kept, against glibc's defaults
     ready                                   a token of a dense model made ready to generate, against the same as it was
 
@@ -203,6 +204,17 @@ def products_alone(model: Transformer) -> Callable[[], float]:
     return measured
 
 
+def rate(rounds: int) -> Iterator[Row]:
+    dim, mlp_dim = next(iter(WIDTHS.items()))
+    sides = [torch.randn(shape, requires_grad=True) for shape in ((1, TOKENS, dim), (mlp_dim, dim))]
+    multiply, multiply_flops = there_and_back(Mapped.apply, *sides), 6 * TOKENS * dim * mlp_dim
+    for length in (256, 512, 1024, 2048, 4096):
+        heads = (TOKENS // length, dim // HEAD, length, HEAD)
+        attend = there_and_back(causal_attention, *(torch.randn(heads, requires_grad=True) for _ in range(3)))
+        attend_flops = 6 * TOKENS * length * dim  # two products of T by T by E a head, half of them masked
+        yield row("rate", attend, lambda more=attend_flops / multiply_flops: more * multiply(), rounds, length=length)
+
+
 # -- generation
 
 
@@ -229,7 +241,7 @@ def token_seconds(model: Transformer, batch: int) -> Callable[[], float]:
     return measured
 
 
-MEASURES = (parts, floor, memory, ready)
+MEASURES = (parts, floor, rate, memory, ready)
 
 
 def main() -> None:
