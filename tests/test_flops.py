@@ -54,7 +54,7 @@ def test_flops_equal_an_independent_count_within_one_percent(selection, part):
 
 @pytest.mark.parametrize("routing", [None, RoutingConfig(capacity=0.125), RoutingConfig(capacity=0.5, predictor=64)])
 def test_flops_of_a_larger_model_equal_an_independent_count(routing):
-    check_count(ModelConfig(vocab_size=512, num_layers=6, dim=128, num_heads=4, routing=routing), length=256)
+    check_count(ModelConfig(vocab_size=512, num_layers=6, dim=128, num_heads=4, routing=routing), length=255)
 
 
 @pytest.mark.law

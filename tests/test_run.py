@@ -258,12 +258,12 @@ def test_a_compiled_run_compiles_every_stage_of_its_capacity(monkeypatch):
     monkeypatch.setattr(
         torch, "compile", lambda model: compile_model(model, backend=lambda g, _: graphs.append(g) or g)
     )
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
     model, tokens = tiny_model(num_layers=3), tiny_tokens()
     config = TrainConfig(steps=4, capacity_warmup=0.5, capacity_stages=2, compile=True)
-    forward = spread(model, config, ALONE)
-    for step in range(4):
-        forward(tokens, mode="topk", routing=routing_at(step, 4, config, model.config.routing))
+    with torch._dynamo.config.patch(recompile_limit=1):  # not by monkeypatch, which would take it away for good
+        forward = spread(model, config, ALONE)
+        for step in range(4):
+            forward(tokens, mode="topk", routing=routing_at(step, 4, config, model.config.routing))
     assert len(graphs) == 3
 
 
