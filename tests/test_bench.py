@@ -42,19 +42,20 @@ def test_contestants_of_a_training_cell_compute_the_same_tokens_and_weigh_the_sa
 @pytest.mark.long
 @pytest.mark.usefixtures("small")
 def test_compiled_contestants_compute_the_same_tokens():
-    rows = {row["contestant"]: row for row in run_cell(Shape("train", 64, 128, 2, 0.25), 1, 1, None, compiled=True)}
-    assert list(rows)[4:] == ["dense_compiled", "routed_compiled", "llama_compiled"]
+    beside = ["dense_compiled", "routed_compiled", "llama_compiled"]
+    rows = {row["contestant"]: row for row in run_cell(Shape("train", 64, 128, 2, 0.25), 1, 1, None, beside)}
+    assert list(rows) == ["dense", "routed", *beside]
     assert rows["llama_compiled"]["computed"] == [256, 256, 256]
     assert rows["routed_compiled"]["computed"] == [256, 64, 256]
     assert rows["routed_compiled"]["of_dense"] > 0
 
 
-def test_who_takes_part_depends_on_the_task():
-    ours = ["dense", "routed", "llama", "converted"]
+def test_who_takes_part_depends_on_the_task_and_on_who_is_asked_for():
     for task in ("train", "prefill", "decode"):
-        assert [name for name, _ in contestants(task, None, compiled=False)] == ours
-        more = ["dense_compiled", "routed_compiled", "llama_compiled"] if task == "train" else []
-        assert [name for name, _ in contestants(task, None, compiled=True)] == ours + more
+        assert [name for name, _ in contestants(task, None, [])] == ["dense", "routed"]
+        assert [name for name, _ in contestants(task, None, ["llama", "soup"])] == ["dense", "routed", "llama"]
+        compiled = ["routed_compiled"] if task == "train" else []
+        assert [name for name, _ in contestants(task, None, ["routed_compiled"])] == ["dense", "routed", *compiled]
 
 
 @pytest.mark.usefixtures("small")
@@ -90,7 +91,7 @@ def test_a_peer_that_fails_at_its_first_step_is_a_row_too(monkeypatch):
 
 def test_a_peer_is_compiled_in_its_own_environment(monkeypatch, tmp_path):
     monkeypatch.setattr(contest, "peer_python", lambda folder, name: folder / name if name == "soup" else None)
-    found = dict(contestants("train", tmp_path, compiled=True))
+    found = dict(contestants("train", tmp_path, ["soup", "soup_compiled", "mixture_of_depth"]))
     assert found["soup_compiled"] == found["soup"] == tmp_path / "soup"
     assert "mixture_of_depth" not in found
 
@@ -189,6 +190,13 @@ def test_compiled_steps_have_columns_where_there_are_some():
     assert "routed_compiled" not in head
 
 
+def test_who_took_no_part_leaves_an_empty_column():
+    head, line = bench_table(ROWS[:2])
+    found = dict(zip(head, line, strict=True))
+    assert found["routed"] == "0.600 (0.60-0.60)"
+    assert found["llama"] == found["converted"] == ""
+
+
 def step_rows():
     """Of two widths, of which 256 has more rows; the routed step takes what its FLOPs say."""
     return [
@@ -261,6 +269,7 @@ def test_two_benches_of_one_folder_are_refused(tmp_path, capsys):
         (["--tasks", "sing"], "--tasks must be one of"),
         (["--rounds", "0"], "--rounds must be a whole number >= 1, got 0"),
         (["--tokens", "0"], "--tokens must be a whole number >= 1, got 0"),
+        (["--beside", "swan"], "--beside must be among llama, converted, soup, mixture_of_depth, dense_compiled"),
         (["--threads", "0"], "--threads must be a whole number >= 1, got 0"),
     ],
 )

@@ -9,7 +9,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -51,6 +51,9 @@ CONTESTANTS = {
     "llama_compiled": Contestant("llama", routed=False, tasks=("train",), compiled=True),
     "soup_compiled": Contestant("soup", routed=True, tasks=("train",), compiled=True),
 }
+OURS = ("dense", "routed")  # in every cell: what all are compared with, and what it is about
+OTHERS = tuple(name for name, kind in CONTESTANTS.items() if name not in OURS)
+UNCOMPILED_OTHERS = tuple(name for name in OTHERS if not CONTESTANTS[name].compiled)
 
 
 @dataclass(frozen=True)
@@ -146,10 +149,10 @@ class Worker:
         return answer
 
 
-def contestants(task: Task, peers: Path | None, compiled: bool) -> Iterator[tuple[str, Path]]:
+def contestants(task: Task, peers: Path | None, beside: Collection[str]) -> Iterator[tuple[str, Path]]:
     """Who takes part, and with which Python."""
     for name, kind in CONTESTANTS.items():
-        if task not in kind.tasks or kind.compiled > compiled:
+        if task not in kind.tasks or name not in (*OURS, *beside):
             continue
         python = Path(sys.executable)
         if kind.file in PEERS:
@@ -161,15 +164,15 @@ def contestants(task: Task, peers: Path | None, compiled: bool) -> Iterator[tupl
 
 
 def run_cell(
-    shape: Shape, rounds: int, threads: int, peers: Path | None, compiled: bool = False
+    shape: Shape, rounds: int, threads: int, peers: Path | None, beside: Collection[str] = UNCOMPILED_OTHERS
 ) -> list[dict[str, Any]]:
-    """A row for each contestant; a peer that fails has a row that says so."""
+    """A row for each contestant, ours and those `beside`; a peer that fails has a row that says so."""
     told = {**asdict(shape), "num_layers": shape.num_layers, "flop_ratio": round(shape.flop_ratio, 4)}
     order = {"prompt": PROMPT, "count": NEW_TOKENS} if shape.task == "decode" else {}
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
         workers = []
-        for name, python in contestants(shape.task, peers, compiled):
+        for name, python in contestants(shape.task, peers, beside):
             worker = stack.enter_context(Worker(name, python, threads))
             try:
                 worker.build(shape)

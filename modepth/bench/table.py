@@ -20,13 +20,15 @@ def bench_table(rows: Sequence[Row]) -> list[list[str]]:
         routed, dense = found["routed"], found["dense"]
         least = routed.get("ideal_of_dense", routed["flop_ratio"])
         memory = f"{routed['peak_bytes'] / dense['peak_bytes']:.3f}" if "peak_bytes" in dense else ""
-        converted = found["converted"]["of_dense"] / found["llama"]["of_dense"]
+        converted = ""
+        if "converted" in found and "llama" in found:
+            converted = f"{found['converted']['of_dense'] / found['llama']['of_dense']:.3f}"
         table.append(
             [
                 *map(str, cell),
                 spread(routed),
                 f"{least:.3f}",
-                f"{converted:.3f}",
+                converted,
                 *(spread(found.get(name)) for name in others),
                 memory,
             ]

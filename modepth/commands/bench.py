@@ -24,7 +24,8 @@ EXAMPLES = """\
 examples:
   modepth bench results/bench --dims 256 --lengths 256 --capacities 0.125 --batches 1
   modepth bench results/bench --peers .peers
-  modepth bench results/bench --tasks train --dims 256 --lengths 1024 --capacities 0.125
+  modepth bench results/ours --tasks train --tokens 16384 --beside
+  modepth bench results/compiled --tasks train --dims 256 --lengths 1024 --beside dense_compiled routed_compiled
 
 A bench that was stopped goes on: cells whose rows are in OUT/rows.jsonl are not measured again.
 """
@@ -49,9 +50,11 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="default: %(default)s")
     parser.add_argument("--threads", type=int, metavar="N", help="of each contestant (default: torch's)")
     parser.add_argument(
-        "--compile",
-        action="store_true",
-        help="also training steps compiled, half a minute or more each; in an OUT of its own",
+        "--beside",
+        nargs="*",
+        metavar="NAME",
+        help="beside our dense and routed decoder: llama converted soup mixture_of_depth (the default), and of training "
+        "dense_compiled routed_compiled llama_compiled soup_compiled; each choice in an OUT of its own",
     )
     parser.add_argument("--peers", type=Path, metavar="DIR", help="environments of the peers, installed if need be")
     parser.set_defaults(run=run)
@@ -63,6 +66,7 @@ def run(options: argparse.Namespace) -> None:
     from modepth.bench.peers import install  # noqa: PLC0415 - needs transformers
 
     wanted = shapes(options)
+    options.beside = others(options.beside)
     if options.threads is None:
         options.threads = torch.get_num_threads()
     check_count("--threads", options.threads, low=1)
@@ -83,7 +87,7 @@ def measure(wanted: list["Shape"], options: argparse.Namespace) -> tuple[list[di
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     todo = [shape for shape in wanted if not any(asdict(shape).items() <= row.items() for row in rows)]
     for shape in tqdm(todo, unit="cell"):
-        measured = run_cell(shape, options.rounds, options.threads, options.peers, options.compile)
+        measured = run_cell(shape, options.rounds, options.threads, options.peers, options.beside)
         with path.open("a") as file:
             file.write("".join(json.dumps(row) + "\n" for row in measured))
         rows += measured
@@ -104,6 +108,16 @@ def write_table(rows: list[dict[str, Any]], out: Path) -> None:
         figure = cost_growth(rows)
         if figure is not None:
             save_figure(figure, out / "growth.png")
+
+
+def others(names: list[str] | None) -> list[str]:
+    """Who takes part besides our own two, checked."""
+    from modepth.bench.contest import OTHERS, UNCOMPILED_OTHERS  # noqa: PLC0415
+
+    for name in names or ():
+        if name not in OTHERS:
+            raise ValueError(f"--beside must be among {', '.join(OTHERS)}, got {name}")
+    return list(UNCOMPILED_OTHERS) if names is None else names
 
 
 def shapes(options: argparse.Namespace) -> list["Shape"]:
