@@ -53,7 +53,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "--beside",
         nargs="*",
         metavar="NAME",
-        help="beside our dense and routed decoder: llama converted soup mixture_of_depth (the default), and of training "
+        help="beside our dense and routed decoder: llama converted soup mixture_of_depth (the default), or of training "
         "dense_compiled routed_compiled llama_compiled soup_compiled; each choice in an OUT of its own",
     )
     parser.add_argument("--peers", type=Path, metavar="DIR", help="environments of the peers, installed if need be")
