@@ -102,6 +102,8 @@ def test_a_generation_is_compared_with_the_least_that_it_could_take():
     assert list(rows) == ["dense", "routed", "llama", "converted"]
     assert math.isfinite(rows["routed"]["ideal_of_dense"])  # how large is noise: see the next test
     assert "ideal_of_dense" not in rows["converted"]
+    assert rows["dense"]["parameters"] == rows["llama"]["parameters"]  # though ours are packed
+    assert rows["routed"]["parameters"] == rows["converted"]["parameters"]
 
 
 def test_ratios_are_those_of_each_round_and_the_ideal_swaps_the_routed_blocks():
@@ -270,6 +272,7 @@ def test_two_benches_of_one_folder_are_refused(tmp_path, capsys):
         (["--rounds", "0"], "--rounds must be a whole number >= 1, got 0"),
         (["--tokens", "0"], "--tokens must be a whole number >= 1, got 0"),
         (["--beside", "swan"], "--beside must be among llama, converted, soup, mixture_of_depth, dense_compiled"),
+        (["--beside", "llama", "soup_compiled"], "--beside soup_compiled needs the peers' environments: add --peers"),
         (["--threads", "0"], "--threads must be a whole number >= 1, got 0"),
     ],
 )

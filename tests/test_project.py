@@ -168,6 +168,7 @@ MAY_IMPORT = {
         "calibration",
         "config",
         "cross_entropy",
+        "flops",
         "generation",
         "model",
         "ready",

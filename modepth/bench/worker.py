@@ -4,7 +4,8 @@
 
 It imports nothing of ours, so that it runs in a peer's environment too. A contestant's file has `build(shape)`, which
 returns something with `model` (with an `lm_head`), `layers` (each with an `mlp`), `loss(tokens)`, `prefill(tokens)` and
-`generate(tokens, count)`; where it knows how long its routed layers' blocks took, `block_seconds` says so.
+`generate(tokens, count)`; where it knows how long its routed layers' blocks took, `block_seconds` says so, and where
+its weights are no longer all parameters, `num_parameters` says how many they are.
 
 All contestants take the same step here: forward, backward, clipping, AdamW.
 """
@@ -48,9 +49,10 @@ class Bench:
             hook.remove()
         if shape["compiled"]:
             self.model.compile()
+        counted = sum(each.numel() for each in self.model.parameters())
         return {
             "computed": computed,
-            "parameters": sum(each.numel() for each in self.model.parameters()),
+            "parameters": getattr(self.entry, "num_parameters", counted),
             "torch": torch.__version__,
         }
 

@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> None:
     from modepth.bench.peers import install  # noqa: PLC0415 - needs transformers
 
     wanted = shapes(options)
-    options.beside = others(options.beside)
+    options.beside = others(options.beside, options.peers)
     if options.threads is None:
         options.threads = torch.get_num_threads()
     check_count("--threads", options.threads, low=1)
@@ -110,13 +110,16 @@ def write_table(rows: list[dict[str, Any]], out: Path) -> None:
             save_figure(figure, out / "growth.png")
 
 
-def others(names: list[str] | None) -> list[str]:
+def others(names: list[str] | None, peers: Path | None) -> list[str]:
     """Who takes part besides our own two, checked."""
-    from modepth.bench.contest import OTHERS, UNCOMPILED_OTHERS  # noqa: PLC0415
+    from modepth.bench.contest import CONTESTANTS, OTHERS, UNCOMPILED_OTHERS  # noqa: PLC0415
+    from modepth.bench.peers import PEERS  # noqa: PLC0415
 
     for name in names or ():
         if name not in OTHERS:
             raise ValueError(f"--beside must be among {', '.join(OTHERS)}, got {name}")
+        if CONTESTANTS[name].file in PEERS and peers is None:
+            raise ValueError(f"--beside {name} needs the peers' environments: add --peers DIR, got none")
     return list(UNCOMPILED_OTHERS) if names is None else names
 
 

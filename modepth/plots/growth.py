@@ -77,7 +77,8 @@ def most_common(rows: Sequence[Row], name: str) -> Any:
 def draw(axes: Axes, rows: Sequence[Row], x: str, y: Any) -> None:
     for contestant, colour in (("dense", DENSE), ("routed", ROUTED)):
         own = [row for row in rows if row["contestant"] == contestant]
-        axes.plot([row[x] for row in own], [y(row) for row in own], color=colour, marker="o", markersize=3)
+        points = [row[x] for row in own], [y(row) for row in own]
+        axes.plot(*points, color=colour, marker="o", markersize=3, clip_on=False)
 
 
 def ms_a_token(row: Row) -> float:

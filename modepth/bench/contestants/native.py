@@ -11,6 +11,7 @@ from modepth.allocator import keep_freed_memory
 from modepth.calibration import calibrate
 from modepth.config import ModelConfig, RoutingConfig
 from modepth.cross_entropy import IGNORED
+from modepth.flops import num_parameters
 from modepth.generation import generate
 from modepth.model import Transformer
 from modepth.ready import ready_to_generate
@@ -45,6 +46,7 @@ class Native:
 
     def __init__(self, model: Transformer, routing: RoutingConfig | None, timed_layers: list[int]) -> None:
         self.model, self.routing = model, routing
+        self.num_parameters = num_parameters(model.config)  # a model that is ready has packed most of them
         self.layers = list(model.layers)
         self.block_seconds = 0.0
         for number in timed_layers:
