@@ -69,8 +69,8 @@ class Routing:
 
     def gather(self, values: Tensor) -> Tensor:
         """The routed tokens' part of anything per token: (B, T, ...) to (B, K, ...)."""
-        B, K = self.index_BK.shape
-        return values.flatten(0, 1).index_select(0, self._flat_index()).unflatten(0, (B, K))
+        routed = values.flatten(0, 1).index_select(0, self._flat_index())
+        return routed.view(*self.index_BK.shape, *values.shape[2:])
 
     def scatter(self, values: Tensor, routed: Tensor) -> Tensor:
         """A copy of (B, T, ...) values in which the slots' tokens are replaced by (B, K, ...)."""
@@ -96,6 +96,8 @@ class Routing:
 
     def _flat_index(self) -> Tensor:
         B, T = self.logit_BT.shape
+        if B == 1:  # generation: all its rows are one here, and it gathers often
+            return self.index_BK.flatten()
         row_start_B1 = T * torch.arange(B, device=self.index_BK.device).unsqueeze(1)
         return (self.index_BK + row_start_B1).flatten()
 
