@@ -60,7 +60,7 @@ def shares(dim: int, rows: int, threads: int, routed: bool, seconds: float) -> d
         stacks = Path(folder) / "stacks"
         spy = ["py-spy", "record", "--duration", str(seconds), "--rate", "400", "--format", "raw", "--output", stacks]
         subprocess.run(
-            [*spy, "--", sys.executable, "-c", loop], check=True, capture_output=True, cwd=Path(__file__).parent
+            [*spy, "--", sys.executable, "-c", loop], check=True, stdout=subprocess.DEVNULL, cwd=Path(__file__).parent
         )
         looks: Counter[str] = Counter()
         for line in stacks.read_text().splitlines():
@@ -68,6 +68,8 @@ def shares(dim: int, rows: int, threads: int, routed: bool, seconds: float) -> d
             part = part_of([frame.split(" (")[0] for frame in stack.split(";")])
             if part is not None:
                 looks[part] += int(count)
+    if not looks:
+        raise SystemExit(f"in {seconds} seconds the model was built and nothing was generated yet: raise --seconds")
     return {part: round(100 * looks[part] / looks.total(), 1) for part in dict.fromkeys(PARTS.values())}
 
 
